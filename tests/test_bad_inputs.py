@@ -96,11 +96,6 @@ class OnlyLogProb(Own):
         return theta.sum(-1)
 
 
-class OnlyEntropy(Own):
-    def entropy(self):
-        return torch.zeros(())
-
-
 class WideLogProb(Own):
     def log_prob(self, theta):
         return theta.sum(-1, keepdim=True)
@@ -165,7 +160,7 @@ TABLE = {
         r"a: expected shape \(\.\., 2,\), got \(3,\)",
     ),
     "slice: unknown name": (lambda: SPACE.slice("c"), ValueError, r"no tensor named 'c'; the random ones are a, b"),
-    "fresh: a seed": (lambda: vi.Parameters.of(net()).fresh(0), TypeError, r"must be a torch\.Generator, got int"),
+    "fresh: a seed": (lambda: vi.Parameters.of(net()).fresh(0), TypeError, r"must be a torch\.Generator.*, got int"),
     # --- recipes and binding
     "rank: negative": (lambda: vi.LowRankNormal(rank=-1), ValueError, r"rank must be an integer ≥ 0, got -1"),
     "rank: more than P": (
@@ -231,7 +226,7 @@ TABLE = {
     "log_prob: one point": (
         lambda: density().log_prob(torch.zeros(3)),
         ValueError,
-        r"\[S, P\] with S ≥ 1 and P = 3, got \(3,\); for one point add a row axis",
+        r"\[S, P\] with S ≥ 1 and P = 3, got \(3,\)",
     ),
     "entropy: of a point mass": (
         lambda: density(vi.MAP()).entropy(),
@@ -258,17 +253,17 @@ TABLE = {
     "elbo: a density": (
         lambda: vi.elbo(density(), TARGET),
         TypeError,
-        r"expects a family, got LowRankDensity; pass the family, not the density",
+        r"expected a family, not the density it builds, got LowRankDensity",
     ),
     "elbo: a function as target": (
         lambda: vi.elbo(family(), lambda p: p["a"].sum()),
         TypeError,
-        r"must have `space` and `log_joint`, got function; .*LogDensity\(fn, parameters\)",
+        r"must have `space` and `log_joint`, got function: .*LogDensity\(fn, parameters\)",
     ),
     "elbo: another space": (
         lambda: vi.elbo(family(space=OTHER), TARGET),
         ValueError,
-        r"different parameters: P = 5 .* and P = 3 .*; bind the family to target\.space",
+        r"different parameters: P = 5 and P = 3; bind the family to target\.space",
     ),
     "elbo: unknown estimator": (
         lambda: vi.elbo(family(), TARGET, estimator=vi.Estimator("reinforce")),
@@ -278,12 +273,7 @@ TABLE = {
     "elbo: can only draw": (
         lambda: vi.elbo(Returns(Own()), TARGET),
         ValueError,
-        r"Own can only draw.*Write its `log_prob` or its `entropy`",
-    ),
-    "elbo: path without log_prob": (
-        lambda: vi.elbo(Returns(OnlyEntropy()), TARGET, estimator=vi.Estimator("path")),
-        ValueError,
-        r'Estimator\("path"\) needs `log_prob`, which OnlyEntropy does not offer; use "entropy"',
+        r'Estimator\("path"\) needs `log_prob`, which Own does not offer: write it',
     ),
     "elbo: log_prob of the wrong shape": (
         lambda: vi.elbo(Returns(WideLogProb()), TARGET, estimator=vi.Estimator("log_q", groups=2)),
@@ -362,7 +352,7 @@ TABLE = {
     "log density: one point": (
         lambda: TARGET.log_joint(torch.zeros(3)),
         ValueError,
-        r"\[S, P\] with S ≥ 1 and P = 3, got \(3,\); for one point add a row axis",
+        r"\[S, P\] with S ≥ 1 and P = 3, got \(3,\)",
     ),
     "target: the wrong shape": (
         lambda: vi.elbo(family(), WrongTarget(torch.zeros(3))),
@@ -522,7 +512,7 @@ TABLE = {
     "blocks: overlapping": (
         lambda: family(vi.PerLayer({"a": vi.MAP(), "[ab]": vi.MeanField()})),
         ValueError,
-        r"match several",
+        r"matches \['a', '\[ab\]'\]",
     ),
     "blocks: unused": (
         lambda: family(vi.PerLayer({"c": vi.MAP(), "*": vi.MeanField()})),
@@ -632,33 +622,7 @@ TABLE = {
         FileNotFoundError,
         r"cannot write no such directory/a\.safetensors: there is no directory no such directory; make it first",
     ),
-    "fit: x and t": (
-        lambda: posterior().fit(X, T),
-        TypeError,
-        r"fit\(loader\) got 2 arguments by position: give data as one argument, DataLoader\(TensorDataset\(x, t\)",
-    ),
-    "laplace: x and t": (lambda: posterior().laplace(X, T), TypeError, r"DataLoader\(TensorDataset\(x, t\)"),
     "fit: a tensor": (lambda: posterior().fit(X, epochs=1), TypeError, r"got a tensor; wrap it: DataLoader"),
-    "fit: a mistyped option": (
-        lambda: posterior().fit([(X, T)], epoch=1),
-        TypeError,
-        r"fit has no argument 'epoch'; did you mean 'epochs'\?",
-    ),
-    "fit: an option of another package": (
-        lambda: posterior().fit([(X, T)], epochs=1, num_samples=3),
-        TypeError,
-        r"fit has no argument 'num_samples'; (there are accumulate, |did you mean)",
-    ),
-    "variationalize: a mistyped option": (
-        lambda: vi.variationalize(net(), likelihoods.Gaussian(0.5), familly=vi.MeanField()),
-        TypeError,
-        r"did you mean 'family'\?",
-    ),
-    "fit_density: a mistyped option": (
-        lambda: vi.fit_density(TARGET, vi.MeanField(), max_evaluation=10),
-        TypeError,
-        r"did you mean 'max_evaluations'\?",
-    ),
     "fit: without gradients": (
         lambda: torch.no_grad()(posterior().fit)([(X, T)], steps=1),
         ValueError,

@@ -35,7 +35,7 @@ from .predict.predictive import Predictive
 from .predict.tiles import predict_tiles
 from .result import Result, Status
 from .train.checkpoint import Checkpoint
-from .train.loop import Schedule
+from .train.fit import Schedule
 from .train.result import FitResult
 from .train.step import Compute
 from .util import __version__

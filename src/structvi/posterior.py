@@ -44,7 +44,7 @@ from .train.data import Batches
 from .train.fit import fit
 from .train.grow import grow
 from .train.step import stepper
-from .util.checks import check_one_of, with_hints
+from .util.checks import check_one_of
 from .util.random_streams import borrowed_stream
 
 
@@ -246,7 +246,6 @@ class Posterior(nn.Module):
         posterior_file.save(self, path, network)
 
 
-@with_hints
 def variationalize(
     net: nn.Module,
     likelihood: Callable[[Any, Any], Tensor],
@@ -317,7 +316,6 @@ def variationalize(
     return posterior
 
 
-@with_hints
 def variationalize_head(
     net: nn.Module,
     likelihood: Callable[[Any, Any], Tensor],
@@ -362,5 +360,5 @@ def _warn_of_probabilities(net: nn.Module, likelihood: Any) -> None:
             f"the network ends in {type(last).__name__} ({name!r}), but likelihoods.{type(likelihood).__name__} "
             "expects logits and makes probabilities of them itself: remove that layer, or put nn.Identity() in its "
             "place",
-            stacklevel=4,
+            stacklevel=3,
         )

@@ -214,7 +214,7 @@ def test_networks_that_differ_in_what_no_tensor_shows(nets, sizes):
 @pytest.mark.parametrize(
     ("posteriors", "given", "reason"),
     [
-        ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer or scheduler is your own"),
+        ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer is your own"),
         ({}, {"accumulate": 2}, "accumulate=2"),
         ({"net": lambda: nn.Sequential(mlp(), nn.Dropout()), "dropout": "on"}, {}, "random"),
         ({"linearise": True}, {}, "linearised"),

@@ -1,6 +1,7 @@
 """Fits that die and go on: the resumed run ends in the bits of the run that was never killed."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -90,6 +91,49 @@ def test_checkpoints_do_not_change_the_run(unbroken, tmp_path):
     ]
 
 
+POINTS = [(where, when) for where in ("write", "fsync", "rename", "step") for when in ("before", "after")]
+
+
+def break_at(monkeypatch, where, when, count):
+    """Let the count-th call of one of the four fail, before or after it has done its work."""
+    owner, name = {
+        "write": (checkpoint, "write"),
+        "fsync": (os, "fsync"),
+        "rename": (os, "replace"),
+        "step": (torch.optim.Adam, "step"),
+    }[where]
+    real, calls = getattr(owner, name), []
+
+    def faulty(*arguments, **keywords):
+        calls.append(None)
+        if len(calls) == count and when == "before":
+            raise Fault
+        value = real(*arguments, **keywords)
+        if len(calls) == count:
+            raise Fault
+        return value
+
+    monkeypatch.setattr(owner, name, faulty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(15))
+def test_fifteen_injected_faults(number, unbroken, tmp_path, monkeypatch):
+    where, when = POINTS[number % len(POINTS)]
+    count = random.Random(number).randint(1, STEPS if where == "step" else STEPS // EVERY)
+    with monkeypatch.context() as patch:
+        break_at(patch, where, when, count)
+        with pytest.raises(Fault):
+            fit(tmp_path)
+    bayes, result = fit(tmp_path)
+    assert_same(state(bayes), unbroken[0])
+    assert torch.equal(without_time(result.history), without_time(unbroken[1].history))
+    values = [{name: one.value for name, one in which.candidates.items()} for which in (result, unbroken[1])]
+    assert values[0] == values[1]
+    assert len(values[0]) == 2  # the last step and the average
+    assert result.kept == unbroken[1].kept
+
+
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -149,13 +193,8 @@ def killed_runs(directories):
 def test_five_real_kills(number, unbroken, killed):
     files = list(killed[number].glob("fit-*.safetensors"))
     assert bool(files) == (KILLS[number] != ("callback", 2))
-    bayes, result = fit(killed[number])
+    bayes, _ = fit(killed[number])
     assert_same(state(bayes), unbroken[0])
-    assert torch.equal(without_time(result.history), without_time(unbroken[1].history))
-    values = [{name: one.value for name, one in which.candidates.items()} for which in (result, unbroken[1])]
-    assert values[0] == values[1]
-    assert len(values[0]) == 3  # the last step, the average, without the factor
-    assert result.kept == unbroken[1].kept
     assert len(list(killed[number].iterdir())) == 2  # half-written files are gone
 
 
@@ -167,17 +206,27 @@ def test_ctrl_c_and_on_again(unbroken, tmp_path):
     bayes, result = fit(tmp_path, callback=stop)
     assert result.verdict == "stopped by you"
     # the same object, no longer fresh, goes on as well as a new one
-    result = bayes.fit(loader(), steps=STEPS, accumulate=2, checkpoint=kept(tmp_path, EVERY), progress=False)
+    result = bayes.fit(
+        loader(),
+        steps=STEPS,
+        accumulate=2,
+        checkpoint=vi.Checkpoint(tmp_path, every=EVERY, resume=True),
+        progress=False,
+    )
     assert_same(state(bayes), unbroken[0])
     assert any(note == "resumed at step 20 from fit-0000000020.safetensors" for note in result.notes)
-    called = []  # a finished run is not run again
+
+
+def test_a_finished_run_is_not_run_again(unbroken, tmp_path):
+    fit(tmp_path)
+    called = []
     bayes, result = fit(tmp_path, callback=called.append)
     assert called == []
     assert_same(state(bayes), unbroken[0])
     assert result.verdict == unbroken[1].verdict
 
 
-def test_undone_steps_and_own_optimizer_and_scheduler_come_back(tmp_path):
+def test_undone_steps_and_own_optimizer_come_back(tmp_path):
     """Right after a checkpoint a batch is not finite: the step before it, which the old process made, is undone."""
 
     def run(directory, until=None):
@@ -195,7 +244,6 @@ def test_undone_steps_and_own_optimizer_and_scheduler_come_back(tmp_path):
             DataLoader(TensorDataset(x, t), batch_size=8),
             steps=14,
             optimizer=lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
-            schedule=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 9]),
             checkpoint=kept(directory, 4),
             progress=False,
             callback=stop,
@@ -233,11 +281,23 @@ def test_damaged_checkpoints(unbroken, tmp_path):
 
 def test_other_settings_and_other_posteriors_are_refused(tmp_path):
     fit(tmp_path)
-    with pytest.raises(ValueError, match=r"other settings.*seed: 0 then, 1 now"):
+    with pytest.raises(ValueError, match=r"other settings.*seed \(0 then, 1 now\)"):
         fit(tmp_path, seed=1)
+    with pytest.raises(ValueError, match=r"other settings.*learning rates"):
+        fit(tmp_path, lr=0.5)
     other = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2))
-    with pytest.raises(ValueError, match=r"another posterior; these tensors differ: .*family\.factor"):
-        other.fit(loader(), steps=STEPS, accumulate=2, checkpoint=kept(tmp_path, EVERY), progress=False)
+    with pytest.raises(ValueError, match=r"another posterior; these differ: .*family\.factor"):
+        other.fit(loader(), steps=STEPS, accumulate=2, checkpoint=vi.Checkpoint(tmp_path, resume=True), progress=False)
+    (tmp_path / "other").mkdir()
+    checkpoint.write(tmp_path / "other" / "fit-0000000001.safetensors", {}, {"kind": "posterior"})
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of a fit"):
+        fit(tmp_path / "other")
+
+
+def test_where_it_is_not_exact_it_says_so(tmp_path):
+    workers = posterior().fit(loader(num_workers=1), steps=2, progress=False)
+    assert not workers.exact
+    assert any("worker processes" in note for note in workers.notes)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import structvi as vi
 from structvi.integrations.lightning import BayesianModule
-from structvi.train.loop import rate_factor
+from structvi.train.fit import rate_factor
 
 pytestmark = [  # Lightning's own
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),

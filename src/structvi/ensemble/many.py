@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from inspect import signature
 from math import inf, nan
 from statistics import fmean
 from typing import Any
@@ -22,10 +21,9 @@ from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
 from ..result import Status
+from ..train.compare import finish
 from ..train.data import Batches
-from ..train.finish import finish
-from ..train.fit import Options, fit, make_fit, release
-from ..train.loop import FAILURES, Fit
+from ..train.fit import FAILURES, Fit, Options, fit, release
 from ..train.result import FitResult
 from ..util.interrupts import Interrupts
 from ..util.progress import Progress
@@ -52,7 +50,7 @@ def fit_many(
     rounding, with two exceptions. A step that is not finite still ages Adam's moments, and held-out data are read only
     at the end.
 
-    Large networks, and options that cannot be stacked (an optimizer or scheduler of your own, `accumulate`, mixed
+    Large networks, and options that cannot be stacked (an optimizer of your own, `accumulate`, mixed
     precision, several ranks), are fitted one after another; `result.notes` says why.
 
     Args:
@@ -105,9 +103,8 @@ def _options(M: int, each: Mapping[str, Sequence[Any]], options: dict[str, Any])
                 f"each={{{name!r}: ..}} must be a list with one value for each of the {M} posteriors, and {name}= is "
                 "then not given for all"
             )
-    known = {one.name: one.default for one in signature(fit).parameters.values() if one.kind is one.KEYWORD_ONLY}
     rows = zip(*own.values(), strict=True)
-    return [Options(**known | options | dict(zip(own, row, strict=True))) for row in rows]
+    return [Options(**options, **dict(zip(own, row, strict=True))) for row in rows]
 
 
 def _forms(jobs: Sequence[Job]) -> list[list[int]]:
@@ -127,9 +124,9 @@ def _forms(jobs: Sequence[Job]) -> list[list[int]]:
 def _reason_against(job: Job) -> str | None:
     """Return what speaks against making this fit at once with others; what vmap cannot run is found out later."""
     posterior, _, options = job
-    computing = options.computing
+    computing = options.compute
     reasons = {
-        "the optimizer or scheduler is your own": options.optimizer is not None or options.scheduler is not None,
+        "the optimizer is your own": options.optimizer is not None,
         "checkpoint= and callback= are for one fit": options.checkpoint is not None or options.callback is not None,
         f"accumulate={options.accumulate}": options.accumulate != 1,
         "mixed precision or compilation": computing.precision is not None or computing.compile,
@@ -141,7 +138,7 @@ def _reason_against(job: Job) -> str | None:
 
 def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | None]:
     """Return the results; or None and what speaks against it, before any step."""
-    fits, options = [make_fit(*job, Ranks(None)) for job in jobs], jobs[0][2]
+    fits, options = [Fit(*job, Ranks(None)) for job in jobs], jobs[0][2]
     stacked, stopped = StackedFits(fits, options), False
     try:
         reason = stacked.reason_against()
@@ -325,8 +322,7 @@ class StackedFits:
                 with Interrupts():
                     elbo = self.step(active)
                 if bar is not None:
-                    bar.update(fmean(elbo), nan)
-                    bar.shorten(max(one.end for one in self.fits))
+                    bar.update(fmean(elbo), nan, None, max(one.end for one in self.fits))
             return False
         except KeyboardInterrupt:
             return True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
-from .basis import Basis, Tensors, layout
+from .basis import Basis
 from .family import Draws, Family
 from .gaussian import Gaussian
 from .mean_field import ScaledFamily
@@ -157,7 +157,7 @@ class Mean(NamedTuple):
     """A parameter [P] with a number for each weight, and the tensors that it is made of."""
 
     parameter: Tensor
-    tensors: list[Tensors]
+    space: Parameters
     #: other coordinates for the family, by matrices in the present ones; None if it has none
     turn: Callable[[Mapping[str, Tensor]], None] | None = None
 
@@ -169,8 +169,8 @@ def means_of(family: Family) -> list[Mean]:
         >>> import torch
         >>> from structvi import MeanField, Parameters
         >>> (mean,) = means_of(MeanField().bind(Parameters({"w": torch.zeros(3, 2)})))
-        >>> mean.parameter.shape, [axis.size for axis in mean.tensors[0].axes]
-        (torch.Size([6]), [3, 2])
+        >>> mean.parameter.shape, mean.space.names
+        (torch.Size([6]), ('w',))
     """
     found: dict[int, Mean] = {}
     parts = [part for part in family.modules() if isinstance(part, Family)]
@@ -178,5 +178,5 @@ def means_of(family: Family) -> list[Mean]:
     for part in parts:
         parameter = part.point if isinstance(part, MAP) else part.mean if isinstance(part, ScaledFamily) else None
         if isinstance(parameter, nn.Parameter) and part.space is not None and len(parameter) == part.space.size:
-            found[id(parameter)] = Mean(parameter, layout(part.space), turns.get(id(part)))
+            found[id(parameter)] = Mean(parameter, part.space, turns.get(id(part)))
     return list(found.values())

@@ -17,7 +17,7 @@ from ..objective import Estimator
 from ..optim.adam import DEFAULT_LR, adam_groups
 from ..posterior import Posterior
 from ..train.data import Batches
-from ..train.loop import KL_WARMUP, Schedule, rate_factor
+from ..train.fit import KL_WARMUP, Schedule, rate_factor
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, Poisson
 
-from ..util.budget import length_of
 from ..util.checks import check_iterable, check_one_of
-from ..util.progress import progress_bar
+from ..util.progress import length_of, progress_bar
 from .predict import draws_for
 from .predictive import Predictive, observed_target, on_device
 
