@@ -87,6 +87,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_saving_holds_no_copy_of_the_tensors(tmp_path):
     """A posterior of 112 MB, 64 MB of them a factor that lies column by column: memory grows by less than a sixth."""
     run = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path / "q")], capture_output=True, text=True, check=True)

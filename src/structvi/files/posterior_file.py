@@ -6,6 +6,7 @@ memory. Only if they are the tensors of that family, a family is made for them.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
+from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors import Prior
 from ..networks.call import alone_with, padding_rows
 from ..networks.learned_variance import LearnedVariance
@@ -36,6 +38,8 @@ PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 Table = dict[str, tuple[Any, ...]]
 #: tensors of no part: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
+#: hashes of held-out rows, see `predict/calibration.py`
+FINGERPRINT = re.compile("([0-9a-f]{8}(,[0-9a-f]{8})*)?")
 #: lines of differences in a message
 LINES = 20
 
@@ -111,9 +115,11 @@ def load(
         posterior.ood = _of_features(OutOfDistribution, saved["ood"], space, net)
         posterior.fit_status = None if saved["fit_status"] is None else Status(saved["fit_status"])
         posterior.chosen_on = saved["chosen_on"]
-        if not isinstance(posterior.chosen_on, str | None) or (forward is None and saved["forward"] != {"value": None}):
-            raise ValueError("expected the name of a function, and the fingerprint of held-out data, or null")
-        posterior.calibration = loaded_calibration(saved["calibration"], tensors.get(SCORES))
+        if posterior.chosen_on is not None and not FINGERPRINT.fullmatch(posterior.chosen_on):
+            raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(posterior.chosen_on)}")
+        if forward is None and saved["forward"] != {"value": None}:
+            raise ValueError(f"expected no function, got {brief(saved['forward'])}")
+        posterior.calibration = loaded_calibration(saved["calibration"], tensors.get(SCORES), model.likelihood)
         _set_tensors(posterior, tensors)
         if not recipe.is_bound:  # with memory now: the file has as many numbers
             posterior.family = recipe.bind(model.space, torch.Generator().manual_seed(0))
@@ -276,11 +282,18 @@ def describe_calibration(calibration: Calibration | None) -> tuple[dict[str, Any
     return calibration.described(), {} if scores is None else {SCORES: scores.values}
 
 
-def loaded_calibration(described: Any, scores: Tensor | None) -> Calibration | None:
-    """Return the calibration of a file; raise ValueError if there can be none like it."""
+def loaded_calibration(described: Any, scores: Tensor | None, likelihood: Any) -> Calibration | None:
+    """Return the calibration of a file; raise ValueError if it cannot be one of the likelihood's targets."""
     if (described is not None and described["conformal"] is not None) != (scores is not None):
         raise ValueError("conformal scores and their description go together")
-    return None if described is None else Calibration.of(described, scores)
+    if described is None:
+        return None
+    kinds = {part[0] for part in (described["adjustment"], described["conformal"]) if part is not None}
+    if isinstance(likelihood, Categorical | Bernoulli) and kinds & {"scale", "number"}:
+        raise ValueError(f"{type(likelihood).__name__} has labels, and the calibration is of numbers")
+    if isinstance(likelihood, Gaussian | Poisson | StudentT) and kinds & {"temperature", "label", "mask"}:
+        raise ValueError(f"{type(likelihood).__name__} has numbers, and the calibration is of labels")
+    return Calibration.of(described, scores)
 
 
 def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
