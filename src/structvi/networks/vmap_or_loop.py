@@ -176,6 +176,8 @@ def _with_gradient(function: Callable[[Tensor], Any], theta: Tensor) -> tuple[An
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 uneven = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float64).cos()
                 total = total + (leaf * uneven.to(leaf.dtype).view(leaf.shape)).sum().double()
+        if not total.requires_grad:  # in torch.inference_mode
+            return outputs, torch.zeros_like(theta), {str(one.message) for one in caught}
         (gradient,) = torch.autograd.grad(total, theta)
     return outputs, gradient, {str(one.message).split(". ")[0] for one in caught if one.category is UserWarning}
 
