@@ -127,7 +127,7 @@ def referral_curve(metrics: Metrics | StructureMetrics, ax: "Axes | None" = None
         curve, words = metrics.risk_coverage, ("accuracy on the rest", "most uncertain first")
         share, kept = 1 - curve.coverage, 1 - curve.risk
     ax.plot(share, kept, color=BLUE, linewidth=1.8, label=words[1])
-    ax.axhline(kept[share.argmin()], color=GREY, linewidth=1, linestyle="--", label="random order")
+    ax.axhline(float(kept[share.argmin()]), color=GREY, linewidth=1, linestyle="--", label="random order")
     ax.set(xlabel="share referred to a human", ylabel=words[0], xlim=(0, 1))
     return finish(ax, loc="best")
 
@@ -168,7 +168,7 @@ def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
     ax = axes_of(ax)
     coverage, risk = metrics.risk_coverage
     ax.plot(coverage, risk, color=BLUE, linewidth=1.8, label=f"most certain first, area {metrics.aurc:.4g}")
-    ax.axhline(risk[-1], color=GREY, linewidth=1, linestyle="--", label="random order")
+    ax.axhline(float(risk[-1]), color=GREY, linewidth=1, linestyle="--", label="random order")
     what = "mean squared error" if metrics.accuracy is None else "error rate"
     ax.set(xlabel="coverage: fraction kept", ylabel=what, xlim=(0, 1), ylim=(0, None))
     return finish(ax, loc="best")
@@ -211,10 +211,7 @@ def uncertainty_map(
     shape = predictive.shape
     is_volume = len(shape) == 3
     if len(shape) not in (2, 3) or (is_volume and (image.ndim != 4 or tuple(image.shape[1:]) != shape)):
-        raise ValueError(
-            "uncertainty_map needs predictions [B, channels, H, W] of images, or [B, channels, x, y, z] of volumes "
-            f"[B, channels, x, y, z]; the maps have {shape} voxels, the image {tuple(image.shape)}"
-        )
+        raise ValueError(f"expected images or volumes: the maps have {shape} voxels, the image {tuple(image.shape)}")
     rows = 3 if is_volume else 1
     if ax is None:
         size = (9.5, 3.1 * rows)
@@ -248,10 +245,7 @@ def uncertainty_map(
 
 def _check_metrics(name: str, metrics: Any) -> None:
     if not isinstance(metrics, Metrics):
-        raise TypeError(
-            f"{name} expects Metrics, got {type(metrics).__name__}; a posterior makes them of data with targets: "
-            "posterior.evaluate(loader)"
-        )
+        raise TypeError(f"{name} expects Metrics, got {type(metrics).__name__}; write posterior.evaluate(loader)")
 
 
 def _pyplot() -> Any:
@@ -276,7 +270,5 @@ def finish(ax: "Axes", **legend: Any) -> "Axes":
 
 def _column(values: Tensor, count: int) -> Any:
     if values.numel() != count:
-        raise ValueError(
-            f"predictive_band shows one number against one input: expected {count} elements, got {tuple(values.shape)}"
-        )
+        raise ValueError(f"expected one number against one input, {count} elements, got {tuple(values.shape)}")
     return values.detach().cpu().double().reshape(-1).numpy()

@@ -287,8 +287,6 @@ HOSTILE = {
     "many": {"conformal": ["label", 2**60]},
     "other size": {"conformal": ["label", 61]},
     "none": {"conformal": None},
-    "of numbers": {"adjustment": ["scale", 1.5, 0.1, 0.01, 50]},
-    "scores of numbers": {"conformal": ["number", 60]},
     "draws": {"draws": 0},
     "field": {"more": 1},
     "unsorted": {"values": torch.linspace(1, 0, 60, dtype=torch.float64)},
@@ -303,15 +301,6 @@ def test_hostile_files(what, tmp_path, monkeypatch):
     bayes.calibrate([labelled(60, 2.0)], conformal=[labelled(60, 2.0, seed=5)])
     write_changed(bayes, tmp_path / "file", monkeypatch, **HOSTILE[what])
     with pytest.raises(vi.CheckpointError):
-        vi.load(tmp_path / "file", nn.Linear(4, 4).double())
-
-
-@pytest.mark.parametrize("text", ["zz", 7, "01234567," * 600])
-def test_hostile_fingerprints(text, tmp_path):
-    bayes = identity(4, lk.Categorical())
-    bayes.chosen_on = text
-    bayes.save(tmp_path / "file")
-    with pytest.raises(vi.CheckpointError, match="fingerprint"):
         vi.load(tmp_path / "file", nn.Linear(4, 4).double())
 
 

@@ -161,6 +161,7 @@ def _label_losses(pred: Predictive, t: Tensor) -> Iterator[Tensor]:
 def _number_losses(pred: Predictive, t: Tensor) -> Iterator[Tensor]:
     """−log p of the mixture stretched around its mean by every scale c: log c − log p(m + (t − m)/c)."""
     d, weights = pred.components, pred.weights.double()
+    assert isinstance(d, Normal)
     wide = Normal(d.loc.double(), d.scale.double(), validate_args=False)
     mean = torch.tensordot(weights, wide.loc, dims=1)
     for u in GRID.tolist():

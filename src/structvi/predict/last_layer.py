@@ -19,7 +19,7 @@ from ..networks.last_layer import LastLayer, Pass
 from ..util.random_streams import seed_from
 from .linearised import POINTS
 from .network_at import network_at
-from .predictive import DRAWS, Predictive, PredictiveDraws, evenly_spread, has_closed_form, on_device
+from .predictive import DRAWS, Predictive, PredictiveDraws, evenly_spread, is_closed, on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -47,7 +47,7 @@ class LastLayerDraws(PredictiveDraws):
             self.mean = self.density.mean.detach().clone()
             self.normals = layer_outputs(self.density, layer.outputs, layer.order)
         self.device = self.mean.device
-        self.draws = 1 if has_closed_form(posterior.model.likelihood) else _points(layer)
+        self.draws = 1 if is_closed(posterior.model.likelihood) else _points(layer)
         (self.seed,) = (0,) if generator is None else seed_from(generator)
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ def predictive(
     likelihood: Any, layer: LastLayer, mean: Tensor, normals: OutputNormals, seed: int = 0, note: str = ""
 ) -> Predictive:
     """Return the predictive of normal outputs of a layer around their mean [B, ..], at evenly spread points."""
-    if has_closed_form(likelihood):
+    if is_closed(likelihood):
         within = layer.as_output(normals.variance, mean).unsqueeze(0)
         return Predictive(mean.unsqueeze(0), mean.new_ones(1), likelihood, {}, note, True, within)
     S = _points(layer) if len(normals.along) == len(mean) else DRAWS

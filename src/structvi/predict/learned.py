@@ -11,7 +11,7 @@ from ..networks.last_layer import LAYERS
 from ..networks.learned_variance import OnePass
 from ..networks.out_of_distribution import OutOfDistribution
 from .network_at import network_at
-from .predictive import DRAWS, Predictive, PredictiveDraws, evenly_spread, has_closed_form, on_device
+from .predictive import DRAWS, Predictive, PredictiveDraws, evenly_spread, is_closed, on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -103,7 +103,7 @@ def predictive_of(output: Tensor, variance: Tensor, likelihood: Any, note: str =
     over points of y else.
     """
     ones, variance = output.new_ones(1), variance.to(output)
-    if isinstance(likelihood, Categorical | Bernoulli) or has_closed_form(likelihood):
+    if isinstance(likelihood, Categorical | Bernoulli) or is_closed(likelihood):
         return Predictive(output.unsqueeze(0), ones, likelihood, {}, note, True, variance.unsqueeze(0))
     z = evenly_spread(DRAWS, 1, 0).to(output).reshape(-1, *[1] * output.ndim)
     return Predictive(output + variance.sqrt() * z, ones.repeat(DRAWS) / DRAWS, likelihood, {}, note, True)

@@ -19,16 +19,7 @@ from ..models.bayesian_model import BayesianModel, arguments_of, plain, taken
 from ..networks.call import alone_with
 from ..networks.plain_kernels import PlainKernels
 from ..util.random_streams import seed_from
-from .predictive import (
-    CHUNK,
-    DRAWN_NUMBERS,
-    DRAWS,
-    Predictive,
-    PredictiveDraws,
-    evenly_spread,
-    has_closed_form,
-    on_device,
-)
+from .predictive import CHUNK, DRAWN_NUMBERS, DRAWS, Predictive, PredictiveDraws, evenly_spread, is_closed, on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -91,7 +82,7 @@ class LinearisedDraws(PredictiveDraws):
         with torch.inference_mode(False), torch.no_grad():  # derivatives can be taken where they are asked for
             self.theta, self.parts = _normals(posterior)
         self.device = self.theta.device
-        self.is_closed = has_closed_form(posterior.model.likelihood)
+        self.is_closed = is_closed(posterior.model.likelihood)
         share = POINTS >> (len(self.parts) * members - 1).bit_length()
         self.each = 1 if self.is_closed else max(share, DRAWS)
         self.draws = self.each * len(self.parts)

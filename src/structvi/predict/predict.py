@@ -149,7 +149,7 @@ _KEPT: "WeakKeyDictionary[Posterior, _Kept]" = WeakKeyDictionary()
 
 
 def _kept(
-    posterior: "Posterior", inputs: Any, draws: int | None, linearise: bool | None, variance: Variance
+    posterior: "Posterior", inputs: Any, draws: int | None, linearise: bool | None, variance: Any
 ) -> PredictiveDraws:
     """Return what predicted before, if the posterior has not changed since and the inputs are alike.
 

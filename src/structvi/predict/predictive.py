@@ -456,7 +456,7 @@ def observed_target(likelihood: Any, target: Any) -> tuple[Tensor, Tensor | None
     return (t, None) if mask is None else (t.masked_fill(~mask, 0), mask)
 
 
-def has_closed_form(likelihood: Any) -> bool:
+def is_closed(likelihood: Any) -> bool:
     """Return whether t is normal where y is: its noise is Gaussian and does not depend on y."""
     return type(likelihood) is likelihoods.Gaussian and likelihood.noise not in ("head", "random")
 
