@@ -58,7 +58,7 @@ class Layout:
         lead, parts = z.shape[:-1], []
         for own, (shape, units, _) in zip(z.split(self.counts, dim=-1), self.tensors, strict=True):
             masks = z.new_full((), exempt) if units is None else own.reshape(*lead, *units)
-            parts.append(masks.expand(*lead, *shape).reshape(*lead, -1))
+            parts.append(masks.expand((*lead, *shape)).reshape(*lead, -1))
         return torch.cat(parts, dim=-1)
 
 
