@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.predict.learned import one_pass, predictive_of, variance_of_draws
 from structvi.predict.metrics import ood_auroc
+from structvi.predict.one_pass import one_pass, predictive_of, variance_of_draws
 
 lk = vi.likelihoods
 F64 = torch.float64

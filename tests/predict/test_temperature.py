@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from structvi.predict.temperature import GRID, cross_fitted_losses, each_temperature, fit_temperature
+from structvi.predict.calibration import GRID, cross_fitted_losses, each_temperature, fit_temperature
 
 
 def losses_of(true, n):

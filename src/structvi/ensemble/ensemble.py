@@ -315,7 +315,7 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
     ensemble.weights.copy_(weights)
     ensemble.chosen_on = ensemble.posteriors[0].chosen_on
     with refusing(path):
-        ensemble.calibration = loaded_calibration(described, tensors.get(SCORES), ensemble.model.likelihood)
+        ensemble.calibration = loaded_calibration(described, tensors.get(SCORES))
     return ensemble
 
 

@@ -28,7 +28,7 @@ from ..models.likelihoods import Gaussian
 from ..models.priors import NormalPrior
 from ..networks.last_layer import Pass
 from ..objective import Estimate
-from ..predict.last_layer import layer_of, predictive, remember
+from ..predict.one_pass import layer_of, predictive, remember
 from ..predict.predictive import Predictive
 from ..result import Result, Status
 from ..train.checks import remember_choice

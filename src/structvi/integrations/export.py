@@ -18,10 +18,9 @@ from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
 from ..networks.learned_variance import OnePass
 from ..posterior import Posterior
-from ..predict.learned import LearnedDraws, predictive_of
-from ..predict.predict import WeightDraws
+from ..predict.one_pass import LearnedDraws, predictive_of
+from ..predict.predict import Predictor, WeightDraws
 from ..predict.predictive import Predictive, PredictiveDraws, on_device
-from ..predict.predictor import Predictor
 
 __all__ = ["export_predictive"]
 
