@@ -80,17 +80,6 @@ def unbroken():
     return state(bayes), result
 
 
-def test_checkpoints_do_not_change_the_run(unbroken, tmp_path):
-    bayes, result = fit(tmp_path)
-    assert_same(state(bayes), unbroken[0])
-    assert result.exact
-    assert any("nothing to resume" in note for note in result.notes)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [
-        "fit-0000000039.safetensors",
-        "fit-0000000040.safetensors",
-    ]
-
-
 POINTS = [(where, when) for where in ("write", "fsync", "rename", "step") for when in ("before", "after")]
 
 
@@ -217,15 +206,6 @@ def test_ctrl_c_and_on_again(unbroken, tmp_path):
     assert any(note == "resumed at step 20 from fit-0000000020.safetensors" for note in result.notes)
 
 
-def test_a_finished_run_is_not_run_again(unbroken, tmp_path):
-    fit(tmp_path)
-    called = []
-    bayes, result = fit(tmp_path, callback=called.append)
-    assert called == []
-    assert_same(state(bayes), unbroken[0])
-    assert result.verdict == unbroken[1].verdict
-
-
 def test_undone_steps_and_own_optimizer_come_back(tmp_path):
     """Right after a checkpoint a batch is not finite: the step before it, which the old process made, is undone."""
 
@@ -292,12 +272,6 @@ def test_other_settings_and_other_posteriors_are_refused(tmp_path):
     checkpoint.write(tmp_path / "other" / "fit-0000000001.safetensors", {}, {"kind": "posterior"})
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of a fit"):
         fit(tmp_path / "other")
-
-
-def test_where_it_is_not_exact_it_says_so(tmp_path):
-    workers = posterior().fit(loader(num_workers=1), steps=2, progress=False)
-    assert not workers.exact
-    assert any("worker processes" in note for note in workers.notes)
 
 
 if __name__ == "__main__":

@@ -79,15 +79,6 @@ def test_nothing_is_asked_from_elsewhere_and_names_are_text(page):
     assert "http" not in page
 
 
-def test_long_sides_are_thinned_out(tmp_path):
-    maps = Maps(torch.ones(1, 400, 4, 200), torch.rand(400, 4, 200), torch.rand(400, 4, 200), "binary")
-    text = imaging.write_page(tmp_path / "a.html", torch.rand(1, 400, 4, 200), maps).read_text()
-    data = data_of(text)
-    assert data["shape"] == [134, 4, 100]
-    assert data["spacing"] == [3.0, 1.0, 2.0]
-    assert "1/3 × 1/1 × 1/2 are shown" in text
-
-
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_draws_the_planes_and_moves_them(page, width, tmp_path):

@@ -163,23 +163,6 @@ def test_a_learned_variance_is_one_pass_at_any_batch_size(name, tmp_path):
             torch.testing.assert_close(called(one, inputs(n)), expected)
 
 
-def test_what_all_draws_share_is_held_once():
-    """64 weights of the first layer are held, 10 of the head are drawn 6 times."""
-    bayes = posterior(
-        lambda: nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 1)), vi.likelihoods.Gaussian(1.0), select="1.*"
-    )
-    program = export_predictive(bayes, torch.zeros(4, 7), DRAWS)
-    state = program.state_dict
-    drawn = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith("draws_")}
-    assert sorted(drawn.values()) == [(DRAWS, 1), (DRAWS, 1, 8)]
-    assert torch.equal(state["net.0.weight"], bayes.net[0].weight)
-
-
-def test_a_batch_size_that_stays():
-    program = export_predictive(posterior(), rows(4), DRAWS, dynamic_batch=False, generator=generator())
-    assert program.module()(rows(4)).shape == (4, 2)
-
-
 class Different(nn.Linear):
     """As networks do that leave something out for deployment."""
 

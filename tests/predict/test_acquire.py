@@ -79,11 +79,3 @@ def test_a_batch_is_more_diverse_than_the_best_inputs(likelihood):
     pool = torch.cat([POOL, POOL[best].repeat(20, 1)])
     assert len(pool[bayes.acquire(pool, 8)].unique(dim=0)) == 1
     assert len(pool[bayes.acquire(pool, 8, by="batch")].unique(dim=0)) > 3
-
-
-def test_any_posterior_can_be_asked():
-    for family in (vi.MeanField(), vi.Mixture(vi.LowRankNormal(1), 2), vi.MCDropout(0.5)):
-        bayes = fitted(likelihoods.Categorical(), family=family, select="*")
-        for by in ("bald", "variance", "batch"):
-            found = bayes.acquire(POOL, 4, by=by, draws=16)
-            assert len(set(found.tolist())) == 4

@@ -68,16 +68,6 @@ def test_temperature_is_recovered_and_gains_on_fresh_data(true, dtype):
     assert f"temperature {result.adjustment.value:.3g}" in bayes.predict(fresh[0][0]).note
 
 
-def test_the_value_is_the_maximum_of_the_likelihood():
-    """Against a fine search in float64: the parabola through the grid is exact to 1e-3 of log T."""
-    y, t = labelled(400, 1.6)
-    bayes = identity(4, lk.Categorical())
-    value = bayes.calibrate([(y, t)]).adjustment.value
-    u = torch.linspace(-1, 1, 20001, dtype=torch.float64) * 1e-2 + math.log(value)
-    losses = torch.stack([nn.functional.cross_entropy(y / one.exp(), t) for one in u])
-    assert abs(float(u[losses.argmin()]) - math.log(value)) < 1e-3
-
-
 @pytest.mark.parametrize("true", [0.5, 2.0])
 def test_scale_is_recovered_and_gains_on_fresh_data(true):
     """2000 numbers: the standard error of log c is 1/√4000 = 0.016; four of them."""
@@ -115,16 +105,6 @@ def test_what_was_not_observed_takes_no_part(how):
     whole = identity(4, lk.Categorical()).calibrate([(y[:400], t[:400])])
     assert part.adjustment.cases == 400
     assert part.adjustment.value == pytest.approx(whole.adjustment.value, rel=1e-12)
-
-
-def test_batches_do_not_matter():
-    y, t = labelled(300, 2.0)
-    values = []
-    for batches in ([(y, t)], [(y[:200], t[:200]), (y[200:], t[200:])]):
-        bayes = identity(4, lk.Categorical(), family=vi.MeanField(initial_scale=0.1))
-        values.append(bayes.calibrate(batches, draws=40).adjustment)
-    assert values[0].value == pytest.approx(values[1].value, rel=1e-9)
-    assert values[0].gain == pytest.approx(values[1].gain, rel=1e-9)
 
 
 # ---------------------------------------------------------------------------------------- the calibrated predictive
@@ -185,14 +165,6 @@ def test_scaled_numbers():
     torch.testing.assert_close(pred.function_variance, plain.function_variance)
 
 
-def test_a_fit_drops_it():
-    bayes = identity(1, lk.Gaussian(0.5), family=vi.MeanField())
-    bayes.calibration = found("scale")
-    bayes.fit([numbers(20, 1.0)], steps=1, progress=False)
-    assert bayes.calibration is None
-    assert bayes.last_fit is not None
-
-
 # ------------------------------------------------------------------------------------------------------------- the data
 
 
@@ -219,52 +191,7 @@ def test_data_that_served_another_choice_are_refused():
     assert bayes.calibration.conformal.cases == 100
 
 
-@pytest.mark.parametrize(
-    ("validation", "options", "message"),
-    [
-        (None, {}, "give held-out data"),
-        ([labelled(5, 1.0)], {}, "at least 10 held-out cases with observed targets, got 5"),
-        ((one for one in [labelled(50, 1.0)]), {}, "several times"),
-        ([(torch.full((20, 4), torch.nan).double(), torch.zeros(20).long())], {}, "not finite"),
-        ([labelled(50, 1.0)], {"seed": -1}, "seed must be"),
-    ],
-)
-def test_bad_data(validation, options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        identity(4, lk.Categorical()).calibrate(validation, **options)
-
-
-def test_other_likelihoods_have_conformal_intervals_only():
-    x = torch.randn(100, 1, generator=seeded()).double()
-    data = [(x, torch.poisson(x.exp(), generator=seeded()).long())]
-    bayes = identity(1, lk.Poisson())
-    with pytest.raises(ValueError, match="Poisson has neither a temperature nor a scale"):
-        bayes.calibrate(data)
-    result = bayes.calibrate(conformal=data)
-    assert result.conformal.cases == 100
-    low, high = bayes.predict(x).conformal(0.9)
-    assert bool((low < high).all())
-    plain = vi.variationalize(nn.Linear(1, 1), lambda y, t: -((y - t) ** 2), num_data=9)
-    with pytest.raises(TypeError, match="plain function"):
-        plain.calibrate([(torch.zeros(20, 1), torch.zeros(20, 1))])
-
-
 # -------------------------------------------------------------------------------------------------------------- a file
-
-
-def test_saved_and_loaded(tmp_path):
-    bayes = identity(4, lk.Categorical(), family=vi.MeanField(initial_scale=0.1))
-    bayes.calibrate([labelled(400, 2.0)], conformal=[labelled(300, 2.0, seed=5)])
-    bayes.chosen_on = fingerprint([labelled(20, 1.0)])
-    bayes.save(tmp_path / "file")
-    again = vi.load(tmp_path / "file", nn.Linear(4, 4).double())
-    assert again.calibration.described() == bayes.calibration.described()
-    assert again.chosen_on == bayes.chosen_on
-    assert torch.equal(again.calibration.conformal.values, bayes.calibration.conformal.values)
-    x = labelled(50, 2.0, seed=3)[0]
-    a, b = (one.predict(x, generator=seeded()) for one in (bayes, again))
-    assert torch.equal(a.mean, b.mean)
-    assert torch.equal(a.conformal(0.9), b.conformal(0.9))
 
 
 def write_changed(bayes, path, monkeypatch, **fields):

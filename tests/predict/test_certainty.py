@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-import structvi as vi
 from structvi import likelihoods as lk
-from structvi.predict.metrics import evaluate, ood_auroc
 from structvi.predict.predictive import Predictive
 
 LOGITS = (1e4, -1e4, 200.0, -200.0, 0.0, 20.0, 3.0)
@@ -99,44 +96,3 @@ def test_small_rates_keep_their_logarithm():
     """P(1) = rate e^{−rate}: of rates that are zero in float32 too."""
     pred = Predictive(torch.tensor([[[-200.0]]]), torch.ones(1), lk.Poisson())
     assert pred.log_prob(torch.ones(1, 1)).item() == -200
-
-
-class Certain(nn.Module):
-    """Logits ±1e4 by the sign of x, 0 at 0, and NaN where x is."""
-
-    def __init__(self, outputs):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((outputs,), 1e4))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-@pytest.mark.parametrize(("likelihood", "outputs"), [(lk.Bernoulli(), 1), (lk.Categorical(), 2)])
-@pytest.mark.parametrize("draws", [3, 64])
-def test_an_unfamiliar_input_is_told_from_certain_ones(likelihood, outputs, draws):
-    """Familiar inputs are certain, unfamiliar ones toss a coin: AUROC 1 by every score that sees noise."""
-    bayes = vi.variationalize(Certain(outputs), likelihood, vi.MeanField(initial_scale=1e-3), num_data=9)
-    sign = torch.tensor([[1.0, -1.0]])[:, :outputs]
-    familiar, unfamiliar = sign * torch.tensor([[1.0], [2.0], [-1.0]]), torch.zeros(4, outputs)
-    for score in ("entropy", "expected_entropy", "max_probability", "variance"):
-        seed = torch.Generator().manual_seed(0)
-        got = ood_auroc(bayes, [familiar], [unfamiliar], score, draws=draws, generator=seed)
-        assert got == 1.0, score
-    seed = torch.Generator().manual_seed(0)
-    assert ood_auroc(bayes, [familiar], [unfamiliar], "mutual_information", draws=draws, generator=seed) == 0.5
-
-
-def test_scores_that_are_no_numbers_are_refused():
-    bayes = vi.variationalize(Certain(1), lk.Bernoulli(), vi.MeanField(initial_scale=1e-3), num_data=9)
-    fine, broken = torch.ones(3, 1), torch.tensor([[1.0], [torch.nan], [torch.nan]])
-    for sides, name in (((broken, fine), "in_loader"), ((fine, broken), "out_loader")):
-        with pytest.raises(
-            ValueError, match=rf"2 of 3 scores \(entropy\) of {name} are not finite.*predict\(x\).outputs"
-        ):
-            ood_auroc(bayes, [sides[0]], [sides[1]], draws=3)
-    with pytest.raises(ValueError, match=r"2 of 3 .* are NaN"):
-        evaluate(bayes, [(broken, torch.ones(3, 1))], draws=3)
-    numbers = vi.variationalize(Certain(1), lk.Gaussian(1.0), vi.MeanField(initial_scale=1e-3), num_data=9)
-    with pytest.raises(ValueError, match="2 of 3 uncertainties are NaN"):
-        evaluate(numbers, [(broken, torch.ones(3, 1))], draws=3)

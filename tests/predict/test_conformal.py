@@ -143,19 +143,6 @@ def test_shapes_and_coverage(kind):
     assert abs(float(inside.double().mean()) - 0.9) < 0.038
 
 
-def test_pictures_without_foreground_do_not_count():
-    p = torch.rand(5, 4, 4, generator=seeded())
-    t = torch.zeros(5, 4, 4)
-    t[1, 0, 0] = t[3, 2, 2] = 1
-    losses = cf.mask_losses(p, t, all_of(t))
-    assert losses.shape == (2, len(THRESHOLDS))
-    assert torch.equal(losses[0] == 1, THRESHOLDS > p[1, 0, 0].double())
-    with pytest.raises(ValueError, match="none with a label to miss"):
-        same((1,), lk.Bernoulli(), torch.float32).calibrate(
-            conformal=[(torch.zeros(5, 1, 4, 4), torch.zeros(5, 1, 4, 4))]
-        )
-
-
 # --------------------------------------------------------------------------------------------------------------- levels
 
 

@@ -144,16 +144,6 @@ def test_one_pass_is_that_of_the_posterior_whatever_becomes_of_the_network(make)
     assert torch.equal(moved, one_pass(bayes, bayes.model.linearised_at, x[:4], bayes.learned_variance.layer).output)
 
 
-def test_exact_variances_are_kept_where_they_are_cheap():
-    torch.manual_seed(0)
-    x = torch.randn(60, 2)
-    bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian("point"))
-    bayes.laplace(DataLoader(TensorDataset(x, x[:, :1]), 20), progress=False)
-    assert bayes.learned_variance is None
-    with pytest.raises(ValueError, match="if exact ones cost more"):
-        bayes.predict(x, variance="learned")
-
-
 def test_variances_of_classes_are_those_of_differences():
     bayes, *_ = placed("pixels of classes", n=20)
     generator = torch.Generator().manual_seed(0)

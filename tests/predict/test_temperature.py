@@ -30,10 +30,3 @@ def test_no_case_is_judged_by_a_temperature_that_saw_it():
     for i in range(43):
         others = torch.tensor([j for j in range(43) if j % 5 != i % 5])
         assert found[i] == losses[i, losses[others].sum(0).argmin()]
-
-
-def test_data_that_set_no_bound_end_at_the_bound():
-    log_p = torch.tensor([[0.9, 0.1]]).log().expand(20, 2)
-    for label, end in ((torch.zeros(20), GRID[0]), (torch.ones(20), GRID[-1])):
-        losses = torch.stack(list(each_temperature(log_p, label)), -1)
-        assert fit_temperature(losses) == pytest.approx(end.exp().item(), rel=0.05)

@@ -27,7 +27,7 @@ from ..posterior import Posterior, variationalize
 from ..predict.calibration import calibrate
 from ..predict.metrics import evaluate
 from ..predict.predict import WeightDraws, predict
-from ..predict.predictive import observed_target
+from ..predict.predictive import log_average, observed_target
 from ..result import Result, Status
 from ..train.data import Batches
 from ..train.result import FitResult
@@ -66,12 +66,8 @@ class EnsembleResult(Result):
     ensemble: "Ensemble"
 
     def headlines(self) -> list[str]:
-        weights, ended = ", ".join(f"{w:.3f}" for w in self.weights), Counter(one.status for one in self.members)
-        lines = [
-            f"{len(self.members)} networks, weights {weights}",
-            f"ELBO of member and weights: {self.elbo}",
-            "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items()),
-        ]
+        weights = ", ".join(f"{w:.3f}" for w in self.weights)
+        lines = [f"{self.verdict}; weights {weights}", f"ELBO of member and weights: {self.elbo}"]
         if self.held_out is not None:
             lines.append(f"held-out log density: {self.held_out:.4f} nats")
         if self.gain is not None:
@@ -209,8 +205,7 @@ class Ensemble(nn.Module):
             )
         self.calibration, self.chosen_on = None, self.posteriors[0].chosen_on
         self.weights.fill_(1 / C)
-        density = None if validation is None else self._density(self._log_probs(validation, seed))
-        return self._result(results, held_out=density)
+        return self._result(results, held_out=None if validation is None else self._density(validation, seed))
 
     def laplace(
         self, loader: Iterable[Any], *, validation: Iterable[Any] | None = None, seed: int = 0, progress: bool = True
@@ -239,14 +234,16 @@ class Ensemble(nn.Module):
         log_probs = self._log_probs(validation, seed)
         self.weights.copy_(stacking(log_probs))
         self.calibration = None
-        return self._density(log_probs)
+        return float(log_average(log_probs, self.weights.cpu()).mean())
+
+    def _density(self, validation: Iterable[Any], seed: int) -> float:
+        return float(log_average(self._log_probs(validation, seed), self.weights.cpu()).mean())
 
     def _log_probs(self, validation: Iterable[Any], seed: int) -> Tensor:
         """Return log p_c(t) of every observed number under each member, [C, n]."""
         found = []
         for member in self.posteriors:
-            draws = WeightDraws(member, STACKING_DRAWS, generator=torch.Generator().manual_seed(seed))
-            rows = []
+            draws, rows = WeightDraws(member, STACKING_DRAWS, generator=torch.Generator().manual_seed(seed)), []
             for batch in Batches(validation, seed, self.device).everything():
                 inputs, target = draws.split(batch)
                 log_prob = draws.mixture(inputs).log_prob(target).double()
@@ -255,21 +252,16 @@ class Ensemble(nn.Module):
             found.append(torch.cat(rows))
         return torch.stack(found)
 
-    def _density(self, log_probs: Tensor) -> float:
-        return float((self.weights.cpu().log().unsqueeze(-1) + log_probs).logsumexp(0).mean())
-
     def _result(self, results: Sequence[FitResult | LaplaceResult], **found: Any) -> EnsembleResult:
-        status = max((one.status for one in results), key=list(Status).index)  # the worst
-        return EnsembleResult(
-            status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results),
-            members=results, weights=self.weights.tolist(), ensemble=self, **found,
-        )  # fmt: skip
-
-    def _elbo(self, results: Sequence[FitResult | LaplaceResult]) -> Estimate:
-        w = self.weights.cpu()
+        ended, w = Counter(one.status for one in results), self.weights.cpu()
         divergence = torch.xlogy(w, w * len(w)).sum()
         per_group = sum((share * one.elbo.per_group for share, one in zip(w, results, strict=True)), -divergence)
-        return Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results))
+        return EnsembleResult(
+            status=max(ended, key=list(Status).index),  # the worst
+            verdict=f"{len(results)} networks: " + ", ".join(f"{count} {status}" for status, count in ended.items()),
+            elbo=Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results)),
+            members=results, weights=self.weights.tolist(), ensemble=self, **found,
+        )  # fmt: skip
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a file for every member, and one for the weights and the calibration, in place of those in the folder.

@@ -243,19 +243,20 @@ class StackedFits:
         """Take the batches of the next step of these fits; the others keep their last ones."""
         for m in active:
             self.taken[m] = next(self.readers[m])
+        every = [self.taken[m] for m in range(len(self.fits))]
+        self.batches, self.rows = [one.batches[0] for one in every], [one.whole for one in every]
 
     def evaluate(self, noise: tuple[Noise, ...], more: int = 0) -> tuple[Tensor, Tensor]:
         """Return fit and complexity of every posterior on its present batch, [M, groups] each."""
         model = self.objective.posterior.model
-        taken = [self.taken[m] for m in range(len(self.fits))]
-        batch, B = stacked_batch([one.batches[0] for one in taken], [one.whole for one in taken], more)
+        batch, B = stacked_batch(self.batches, self.rows, more)
         own, model.evaluation = model.evaluation, Evaluation("vmap")  # draws inside fits: nothing to try out there
         try:
             fit, complexity = vmap(self.objective.at)({**self.stacked, **self.rest}, noise, batch)
         finally:
             model.evaluation = own
         scale = B / model.num_data  # back to a sum over the batch, then N/B of each fit
-        ratio = [scale * one.settings["num_data"] / own.whole for one, own in zip(self.fits, taken, strict=True)]
+        ratio = [scale * one.settings["num_data"] / count for one, count in zip(self.fits, self.rows, strict=True)]
         return fit * _per_fit(ratio, fit), complexity
 
     @torch.no_grad()
@@ -274,9 +275,7 @@ class StackedFits:
             alone = torch.stack([self._alone(m, noise) for m in range(len(self.fits))])
             if model.evaluation.choice == "loop":
                 return model.evaluation.reason
-            fit, complexity = self.evaluate(
-                noise, more=int(uneven and max(one.whole for one in self.taken.values()) < model.num_data)
-            )
+            fit, complexity = self.evaluate(noise, more=int(uneven and max(self.rows) < model.num_data))
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             return f"vmap cannot run them: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         finally:
@@ -289,9 +288,8 @@ class StackedFits:
     def _alone(self, m: int, noise: tuple[Noise, ...]) -> Tensor:
         """Return the ELBO of one posterior with its own network on its own rows, [groups]."""
         own = pytree.tree_map(lambda x: x[m], noise)
-        fit, complexity = Objective(self.fits[m].posterior, self.objective.estimator).at(
-            {}, own, self.taken[m].batches[0]
-        )
+        objective = Objective(self.fits[m].posterior, self.objective.estimator)
+        fit, complexity = objective.at({}, own, self.batches[m])
         return fit - complexity
 
     def loop(self, progress: bool) -> bool:
