@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..networks.call import alone_with, call_network, draws, padding_rows, with_
 from ..networks.linearised import Linearised
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from ..util.checks import check_integer, check_theta
+from ..util.checks import check_integer
 from .likelihoods import Categorical, Likelihood, check_log_prob
 from .priors.separable import Prior, SeparablePrior, log_prior
 from .target import NOTHING
@@ -167,7 +168,6 @@ class BayesianModel(nn.Module):
 
     def log_prior(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """log p(θ): [S, P] → [S]."""
-        check_theta(theta, self.space.without(fixed).size)
         shared = {name: tensor for name, tensor in fixed.items() if name in self.net_space}
         size = self.net_space.size - sum(tensor.numel() for tensor in shared.values())
         # a split has a backward pass of its own: none where there is nothing to split off
@@ -197,7 +197,6 @@ class BayesianModel(nn.Module):
         self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING
     ) -> tuple[Tensor, int]:
         """Σ_batch log p(t | y_θ(x)), not scaled to the whole data set, [S, P] → [S]; and B."""
-        check_theta(theta, self.space.without(fixed).size)
         network, B = self.on(batch), 0
 
         def one(row: Tensor) -> Tensor:
@@ -216,11 +215,12 @@ class BayesianModel(nn.Module):
             check_log_prob(log_prob, output, target, B)
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
-        return self.at_draws(one, theta, batch, fixed), B
+        with self.held(fixed) as how:
+            value = self.evaluation(one, theta, batch=batch, **how)
+        return value, B
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
-        check_theta(theta, self.space.without(fixed).size)
         if self.keys is not None and isinstance(inputs, Mapping):  # a batch as it comes, with or without its target
             inputs = taken(inputs, self.keys[0])
         network, (arguments, keywords) = self._network(), arguments_of(self.net, plain(inputs))
@@ -228,27 +228,17 @@ class BayesianModel(nn.Module):
         def one(row: Tensor) -> Any:
             return logits_of(network(self._tensors(row, fixed)[0], arguments, keywords))
 
-        return self.at_draws(one, theta, inputs, fixed, "outputs")
+        with self.held(fixed, "outputs") as how:
+            return self.evaluation(one, theta, batch=inputs, **how)
 
-    def at_draws(
-        self,
-        one: Callable[[Tensor], Any],
-        theta: Tensor,
-        batch: Any,
-        fixed: Mapping[str, Tensor] = NOTHING,
-        what: str = "",
-    ) -> Any:
-        """Return what a function of one θ gives at each row of [S, P], by vmap or a loop, with the network held.
+    @contextmanager
+    def held(self, fixed: Mapping[str, Tensor] = NOTHING, what: str = "") -> Iterator[dict[str, Any]]:
+        """Hold the network, and tell what `Evaluation` has to know of a function of one θ before it takes many.
 
         Args:
-            one: of a row.
-            theta: the draws, of all random tensors but the fixed ones.
-            batch: what `one` looks at.
             fixed: the tensors that all draws share.
             what: tells functions apart that vmap may treat differently.
         """
-        if theta.shape[0] == 1:
-            return self.evaluation(one, theta)
         with alone_with(self.net) as turn:
             modes = tuple([module.training for module in turn.modules])
             against = ""
@@ -260,8 +250,7 @@ class BayesianModel(nn.Module):
                 against = "the network draws random numbers"
             elif self._kernels - fixed.keys():
                 against = "convolutions with a kernel for each draw are slow under vmap"
-            key = what, frozenset(fixed), modes, self.is_linearised
-            return self.evaluation(one, theta, key, batch=batch, against=against)
+            yield {"key": (what, frozenset(fixed), modes, self.is_linearised), "against": against}
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs of a batch and its target; with `forward=` only that function knows them."""
@@ -298,9 +287,10 @@ class BayesianModel(nn.Module):
         at = self._around()
         functional = self.compiled if at is None else Linearised(self.net_space.unravel(at))
         options: Any = {"precision": self.precision, "checkpointed": self.checkpoint_activations}
-        return lambda random, arguments, keywords: call_network(
-            self.net, self.with_padding(random), arguments, keywords, functional=functional, **options
-        )
+        network = partial(call_network, self.net, functional=functional, **options)
+        if not self._padding:
+            return network
+        return lambda random, arguments, keywords: network(self.with_padding(random), arguments, keywords)
 
     def with_padding(self, random: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors by name, their padding rows (`nn.Embedding(padding_idx=)`) the network's: these are no weights."""

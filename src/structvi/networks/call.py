@@ -48,9 +48,10 @@ def _replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[No
 
     Faster than `setattr` of a module, which takes longer than a small network.
     """
-    had = [(holder, key, holder[key]) for holder, key, _ in entries]
+    had = []
     try:
         for holder, key, value in entries:
+            had.append((holder, key, holder[key]))
             holder[key] = value
         yield
     finally:
@@ -111,11 +112,13 @@ class Turn:
                 others[name] = holder[key].clone()
         return others
 
-    def call(self, net: nn.Module, tensors: Mapping[str, Tensor], arguments: Any = (), keywords: Any = None) -> Any:
-        """As `torch.func.functional_call`, which looks for every place again at every call."""
-        places = self._places
-        with _replaced([(holder, key, x) for name, x in tensors.items() for holder, key in places[name]]):
-            return net(*arguments, **(keywords or {}))
+    def holding(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Put tensors into the network; `torch.func.functional_call` looks for every place again at every call."""
+        entries = []
+        for name, x in tensors.items():
+            for holder, key in self._places[name]:
+                entries.append((holder, key, x))
+        return _replaced(entries)
 
     def unfused(self) -> AbstractContextManager[None]:
         """Put layers of `FUSED_IN_EVAL` into training mode without dropout: the same numbers, and derivatives.
@@ -124,7 +127,8 @@ class Turn:
         graph.
         """
         entries = []
-        for layer in (self.modules[i] for i in self._fused):
+        for i in self._fused:
+            layer = self.modules[i]
             own = vars(layer)
             new = {name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own}
             if not layer.training and _of_torch(layer):
@@ -254,7 +258,11 @@ def call_network(
         every = {**turn.others(tensors), **tensors}
         autocast = nullcontext() if precision is None else torch.autocast(some.device.type, precision)
         with turn.unfused(), autocast:
-            output = (functional or turn.call)(net, every, arguments, keywords)
+            if functional is not None:
+                output = functional(net, every, arguments, keywords)
+            else:
+                with turn.holding(every):
+                    output = net(*arguments, **(keywords or {}))
     if precision is not None:
         output = tree_map(lambda x: x.to(some.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, output)
     return output

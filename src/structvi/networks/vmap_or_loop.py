@@ -92,7 +92,8 @@ class Evaluation:
         self.choice, self.reason, chunk, plain = chosen
         if self.choice == "loop":
             return _loop(function, theta)
-        return _vmap(function, theta, plain, chunk if chunk is not None and chunk < S else None)
+        with PlainKernels() if plain else nullcontext():
+            return vmap(function, randomness="different", chunk_size=chunk if chunk and chunk < S else None)(theta)
 
     def _choose(self, function: Callable[[Tensor], Any], theta: Tensor, key: Hashable, batch: Any) -> Choice:
         leaves = tree_leaves(batch)
@@ -133,20 +134,15 @@ def _checked(y: Any) -> Tensor:
     return y
 
 
-def _vmap(function: Callable[[Tensor], Any], theta: Tensor, plain: bool, chunk: int | None = None) -> Any:
-    mapped = vmap(function, randomness="different", chunk_size=chunk)
-    with PlainKernels() if plain else nullcontext():
-        return mapped(theta)
-
-
 def _proof(function: Callable[[Tensor], Any], theta: Tensor) -> Choice:
     """Compare outputs and gradients both ways, at two draws made different from each other."""
     theta = torch.stack([theta[0], theta[1] + 1e-3 * (1 + theta[1].abs())])
-    *expected, usual = _with_gradient(partial(_loop, function), theta)  # its errors are the user's
+    *expected, usual = _with_gradient(partial(_loop, function), theta, False)  # its errors are the user's
+    mapped = vmap(function, randomness="different")
     why = ""
     for plain in (False, True):
         try:
-            *got, warned = _with_gradient(partial(_vmap, function, plain=plain), theta)
+            *got, warned = _with_gradient(mapped, theta, plain)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             return _cannot(error)
         if slow := warned - usual:  # vmap's own fallback is a slower loop that warns
@@ -162,7 +158,7 @@ def _cannot(error: Exception) -> Choice:
     return Choice("loop", f"vmap cannot run it: {(str(error).strip() or repr(error)).splitlines()[0][:200]}")
 
 
-def _with_gradient(function: Callable[[Tensor], Any], theta: Tensor) -> tuple[Any, Tensor, set[str]]:
+def _with_gradient(function: Callable[[Tensor], Any], theta: Tensor, plain: bool) -> tuple[Any, Tensor, set[str]]:
     """Return the outputs, the gradient of an uneven sum of them, and what was warned of.
 
     The plain sum of a softmax or a normalised output has no gradient, only rounding.
@@ -170,7 +166,8 @@ def _with_gradient(function: Callable[[Tensor], Any], theta: Tensor) -> tuple[An
     with torch.enable_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         theta = theta.detach().requires_grad_()
-        outputs = function(theta)
+        with PlainKernels() if plain else nullcontext():
+            outputs = function(theta)
         total = (0 * theta).sum().double()
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -207,7 +204,8 @@ def _size(function: Callable[[Tensor], Any], theta: Tensor, plain: bool) -> int:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
-            _vmap(function, rows.detach().requires_grad_(), plain)
+        kernels = PlainKernels() if plain else nullcontext()
+        with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x), kernels:
+            vmap(function, randomness="different")(rows.detach().requires_grad_())
         sizes.append(sum(kept.values()))
     return theta[0].nbytes + sizes[1] - sizes[0]

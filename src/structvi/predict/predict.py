@@ -317,7 +317,8 @@ def _at(
         if model.user_forward is None:
             outputs = model.outputs(draws.theta, inputs, draws.fixed)
         else:
-            outputs = model.at_draws(by_user, draws.theta, inputs, draws.fixed, "prediction")
+            with model.held(draws.fixed, "prediction") as how:
+                outputs = model.evaluation(by_user, draws.theta, batch=inputs, **how)
     outputs = pytree.tree_map(lambda leaf: leaf[:, rows:], outputs)
     values = model.likelihood_values(draws.theta, draws.fixed)
     return Predictive(outputs, draws.weight, model.likelihood, values)

@@ -45,6 +45,7 @@ class _Classes(Likelihood):
         return t, of_class if weight is None else of_class * weight
 
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
+        check_output(type(self).__name__, output)
         classes = self._classes(output, target)
         if self.class_weights is not None and len(self.class_weights) != classes:
             raise ValueError(f"{type(self).__name__}: {len(self.class_weights)} class_weights for {classes} classes")
@@ -97,7 +98,6 @@ class Categorical(_Classes):
     """
 
     def _classes(self, output: Any, target: Tensor) -> int:
-        check_output("Categorical", output)
         if output.ndim < 2 or output.shape[1] == 1 or target.shape != output.shape[:1] + output.shape[2:]:
             raise ValueError(
                 "Categorical expects a logit for each class, logits [B, C, ..] and labels [B, ..], got "
