@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.ensemble.ensemble import stacking
 from structvi.models.calibration import Adjustment
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -36,13 +35,6 @@ def networks(count=3, outputs=2):
             optimizer.step()
         found.append(net.eval())
     return found
-
-
-def with_one_that_is_wrong():
-    nets = networks()
-    with torch.no_grad():
-        nets[2][3].weight.mul_(-3)
-    return nets
 
 
 def seeded():
@@ -78,52 +70,14 @@ def test_members_are_single_fits():
         single.fit(loader(), seed=4 + c, validation=loader(40, 60), **given)
         torch.testing.assert_close(one.family.mean, single.family.mean, atol=1e-5, rtol=0)
     lines = str(result).splitlines()
-    assert lines[0] == "3 networks: 3 too short; weights 0.333, 0.333, 0.333"
+    assert lines[0] == "3 networks: 3 too short"
     assert result.held_out == pytest.approx(-ensemble.evaluate(loader(40, 60)).nlpd, abs=0.02)
 
 
-def test_the_bound_is_that_of_member_and_weights():
-    """With equal weights, the mean of the members' bounds: the member costs nothing."""
+def test_the_bound_is_the_mean_of_the_members():
     ensemble = vi.Ensemble.of(networks(), CATEGORICAL, vi.MeanField(), vi.priors.NormalPrior(1.0))
     result = ensemble.fit(loader(), steps=3, progress=False)
     assert result.elbo.value == pytest.approx(sum(one.elbo.value for one in result.members) / 3)
-    ensemble.weights.copy_(torch.tensor([1.0, 0.0, 0.0]))
-    one_hot = ensemble._result(result.members).elbo.value
-    assert one_hot == pytest.approx(result.members[0].elbo.value - torch.tensor(3.0).log().item(), rel=1e-6)
-
-
-def test_weights_by_stacking_are_the_best_of_all():
-    log_probs = torch.randn(3, 200, generator=seeded(), dtype=torch.float64)
-
-    def value(w):
-        return (w.log().unsqueeze(-1) + log_probs).logsumexp(0).sum().item()
-
-    best = stacking(log_probs, rows=0)
-    for other in torch.distributions.Dirichlet(torch.ones(3, dtype=torch.float64)).sample((200,)):
-        assert value(best) >= value(other) - 1e-9
-
-
-def test_stacked_weights_leave_out_a_member_that_is_wrong():
-    ensemble = vi.Ensemble.of(with_one_that_is_wrong(), CATEGORICAL, vi.MeanField(initial_scale=0.01))
-    given = {"steps": 1, "lr": 1e-6, "validation": loader(40, 60), "progress": False}
-    equal = ensemble.fit(loader(), **given).held_out
-    assert ensemble.stack(loader(40, 60)) > equal
-    assert ensemble.weights[2] < 0.1
-    assert ensemble.fit(loader(), **given).weights == [1 / 3] * 3  # those of a fit before do not stay
-
-
-def test_the_density_that_weighs_is_that_of_the_observed_labels():
-    """Of point masses in closed form; an ignored label counts nothing."""
-    nets = networks()
-    ensemble = vi.Ensemble.of(nets, vi.likelihoods.Categorical(ignore_index=-1), vi.MAP(), num_data=40)
-    ensemble.weights.copy_(torch.tensor([0.5, 0.3, 0.2]))
-    labels = T[40:].clone()
-    labels[::3] = -1
-    held_out = DataLoader(TensorDataset(X[40:], labels), batch_size=7)
-    with torch.no_grad():
-        log_p = torch.stack([net(X[40:]).log_softmax(-1) for net in nets])[:, torch.arange(20), T[40:]][:, labels >= 0]
-    expected = (log_p.double() + ensemble.weights.log().unsqueeze(1)).logsumexp(0).mean().item()
-    assert ensemble._density(held_out, 0) == pytest.approx(expected, rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------- placed
@@ -156,12 +110,10 @@ def test_around_trained_networks():
 
 def test_saved_and_loaded(tmp_path):
     ensemble = vi.Ensemble.of(networks(), CATEGORICAL, vi.MAP(), num_data=40)
-    ensemble.stack(loader(40, 60))
     found = ensemble.calibrate(conformal=loader(40, 60))
     ensemble.calibration = replace(found, adjustment=Adjustment("temperature", 2.0, gain=0.1, error=0.01, cases=10))
     ensemble.save(tmp_path / "ensemble")
     again = vi.load(tmp_path / "ensemble", [copy.deepcopy(net) for net in networks()])
-    assert torch.equal(again.weights, ensemble.weights)
     assert again.calibration.described() == ensemble.calibration.described()
     assert torch.equal(again.predict(X).mean, ensemble.predict(X).mean)
     assert not torch.allclose(again.predict(X).mean, ensemble.predict(X, calibrated=False).mean, atol=1e-3)

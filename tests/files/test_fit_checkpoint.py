@@ -259,20 +259,5 @@ def test_damaged_checkpoints(unbroken, tmp_path):
     assert older.name == "fit-0000000015.safetensors"
 
 
-def test_other_settings_and_other_posteriors_are_refused(tmp_path):
-    fit(tmp_path)
-    with pytest.raises(ValueError, match=r"other settings.*seed \(0 then, 1 now\)"):
-        fit(tmp_path, seed=1)
-    with pytest.raises(ValueError, match=r"other settings.*learning rates"):
-        fit(tmp_path, lr=0.5)
-    other = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("point"), vi.LowRankNormal(2))
-    with pytest.raises(ValueError, match=r"another posterior; these differ: .*family\.factor"):
-        other.fit(loader(), steps=STEPS, accumulate=2, checkpoint=vi.Checkpoint(tmp_path, resume=True), progress=False)
-    (tmp_path / "other").mkdir()
-    checkpoint.write(tmp_path / "other" / "fit-0000000001.safetensors", {}, {"kind": "posterior"})
-    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of a fit"):
-        fit(tmp_path / "other")
-
-
 if __name__ == "__main__":
     killed_runs(sys.argv[1:])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -143,15 +142,6 @@ def test_a_checkpoint_of_the_trainer_brings_all_back(tmp_path):
     fresh.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"])
     for name, tensor in module.posterior.state_dict().items():
         assert torch.equal(tensor, fresh.posterior.state_dict()[name])
-
-
-def test_one_rank_of_ddp_waits_for_no_gradient_of_the_network(tmp_path):
-    module = BayesianModule(posterior(vi.MeanField()))
-    try:
-        trainer(tmp_path, strategy="ddp", devices=1).fit(module, loader(regression()))
-    finally:
-        dist.destroy_process_group()
-    assert module.global_step == 5
 
 
 def test_mixed_precision_is_for_the_network_alone(tmp_path):

@@ -215,7 +215,6 @@ HOSTILE = {
     "other size": {"conformal": ["label", 61]},
     "none": {"conformal": None},
     "draws": {"draws": 0},
-    "field": {"more": 1},
     "unsorted": {"values": torch.linspace(1, 0, 60, dtype=torch.float64)},
     "above": {"values": torch.linspace(0, 2, 60, dtype=torch.float64)},
     "dtype": {"values": torch.linspace(0, 1, 60)},

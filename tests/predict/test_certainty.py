@@ -71,27 +71,6 @@ def test_every_quantity_is_a_number_and_every_probability_one(kind, S, dtype, ag
         assert pred.quantile(0.5).isfinite().all()
 
 
-@pytest.mark.parametrize("agreed", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("S", DRAWS)
-@pytest.mark.parametrize("kind", ["label", "binary"])
-def test_entropies_of_labels(kind, S, dtype, agreed):
-    """0 ≤ I ≤ H ≤ log C, and H = 0 where all draws are certain of the same label; 1e-6 is rounding of float32."""
-    pred = predictive(kind, S, dtype, agreed)
-    classes = 3 if kind == "label" else 2
-    p, entropy, mutual = pred.probabilities, pred.entropy, pred.mutual_information
-    assert ((p >= 0) & (p <= 1)).all()
-    if kind == "label":
-        torch.testing.assert_close(p.sum(1), torch.ones(len(LOGITS)), rtol=0, atol=1e-6)
-    for value in (entropy, pred.expected_entropy, mutual):
-        assert ((value >= 0) & (value <= math.log(classes) + 1e-6)).all()
-    assert (mutual <= entropy).all()
-    if agreed:
-        certain = entropy[[0, 2]] if kind == "label" else entropy[:4]
-        torch.testing.assert_close(certain, torch.zeros_like(certain), rtol=0, atol=3e-6)
-        torch.testing.assert_close(mutual, torch.zeros_like(mutual), rtol=0, atol=3e-6)
-
-
 def test_small_rates_keep_their_logarithm():
     """P(1) = rate e^{−rate}: of rates that are zero in float32 too."""
     pred = Predictive(torch.tensor([[[-200.0]]]), torch.ones(1), lk.Poisson())

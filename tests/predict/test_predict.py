@@ -326,31 +326,6 @@ def test_inputs_of_several_arguments_and_a_forward_of_ones_own():
     assert theirs.nlpd == pytest.approx(bayes.evaluate([((x, x), t)], draws=8, generator=seeded()).nlpd, rel=1e-12)
 
 
-def test_networks_of_ones_own():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    net = Tied()
-    bayes = vi.variationalize(net, lk.Gaussian("random"), vi.MeanField(initial_scale=0.5), num_data=9)
-    drawn, again, mean = bayes.sample_network(seeded()), bayes.sample_network(seeded()), bayes.mean_network()
-    assert type(drawn) is Tied
-    assert drawn.a.weight is drawn.b.weight
-    assert drawn.a.weight is not net.a.weight
-    assert drawn.a.weight.requires_grad
-    for (name, p), (_, q) in zip(drawn.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(p, q)
-        assert not torch.equal(p, dict(net.named_parameters())[name])
-    named = bayes.space.unravel(bayes.family().mean)
-    for name, p in mean.named_parameters():
-        torch.testing.assert_close(p, named[name])
-
-
 def test_a_predictive_is_a_value():
     """Learned noise that changes later does not change it."""
     bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian("point"), vi.MeanField(), num_data=9)

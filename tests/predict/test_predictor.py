@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import structvi as vi
-from tests.predict.test_threads import together
 
 DRAWS = 6
 
@@ -68,12 +67,3 @@ def test_its_memory_is_stated():
     """S·P drawn numbers, S weights, and the network: 50 weights of four bytes."""
     served = make("labels").predictor(DRAWS)
     assert served.nbytes == 4 * (DRAWS * 50 + DRAWS + 50)
-
-
-@pytest.mark.parametrize("name", ["labels", "dropout", "batch norm"])
-def test_threads_may_call_it_side_by_side(name):
-    served = make(name).predictor(DRAWS, generator=seeded())
-    inputs = [x(n) for n in range(2, 6)]
-    expected = [served(one).mean for one in inputs]
-    for index, got in enumerate(together(lambda i: served(inputs[i % 4]).mean, threads=6, calls=6)):
-        assert torch.equal(got, expected[index % 4])

@@ -110,7 +110,7 @@ def load(
         posterior.chosen_on = saved["chosen_on"]
         if not isinstance(posterior.chosen_on, str | None):
             raise TypeError(f"expected null or the fingerprint of held-out data, got {brief(posterior.chosen_on)}")
-        posterior.calibration = loaded_calibration(saved["calibration"], tensors.get(SCORES))
+        posterior.calibration = Calibration.of(saved["calibration"], tensors.get(SCORES))
         _set_tensors(posterior, tensors)
         if not recipe.is_bound:  # with memory now: the file has as many numbers
             posterior.family = recipe.bind(model.space, torch.Generator().manual_seed(0))
@@ -270,20 +270,11 @@ def differences(saved: Mapping[str, tuple[Any, ...]], here: Mapping[str, tuple[A
 
 
 def describe_calibration(calibration: Calibration | None) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return what `loaded_calibration` takes: a description, and the scores of conformal sets, if there are some."""
+    """Return what `Calibration.of` takes: a description, and the scores of conformal sets, if there are some."""
     if calibration is None:
         return None, {}
     scores = calibration.conformal
     return calibration.described(), {} if scores is None else {SCORES: scores.values}
-
-
-def loaded_calibration(described: Any, scores: Tensor | None) -> Calibration | None:
-    """Return the calibration of a file."""
-    if (described is not None and described["conformal"] is not None) != (scores is not None):
-        raise ValueError("conformal scores and their description go together")
-    if described is None:
-        return None
-    return Calibration.of(described, scores)
 
 
 def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -68,11 +68,13 @@ def acquire(
     batches = chain([first], batches)
     if by == "batch":
         drawn = WeightDraws(posterior, JOINT_DRAWS if draws is None else draws, generator=generator)
-        return _greedy(torch.cat([_root(drawn.mixture(inputs)) for inputs in batches]), k)
-    predict = draws_for(posterior, first, draws, generator=generator)
-    scores = torch.cat([_score(predict(inputs), by) for inputs in batches])
-    _check_enough(k, len(scores))
-    return scores.nan_to_num(-torch.inf).topk(k).indices
+        values = torch.cat([_root(drawn.mixture(inputs)) for inputs in batches])
+    else:
+        predict = draws_for(posterior, first, draws, generator=generator)
+        values = torch.cat([_score(predict(inputs), by) for inputs in batches])
+    if k > len(values):
+        raise ValueError(f"the pool has {len(values)} inputs, fewer than k = {k}")
+    return _greedy(values, k) if by == "batch" else values.nan_to_num(-torch.inf).topk(k).indices
 
 
 def _score(pred: Predictive, by: By) -> Tensor:
@@ -108,7 +110,6 @@ def _directions(pred: Predictive) -> Tensor:
 
 def _greedy(roots: Tensor, k: int) -> Tensor:
     """Return k inputs, each the one that adds most to ½ log det(I + K)."""
-    _check_enough(k, len(roots))
     left = roots @ roots.mT
     identity = torch.eye(left.shape[-1]).to(left)
     found, factors = [], left.new_empty(*left.shape[:2], 0)
@@ -135,8 +136,3 @@ def _batches(posterior: "Posterior", pool: Any) -> Iterator[Any]:
         return
     for start in range(0, min(len(leaf) for leaf in tree_leaves(pool)), ROWS):
         yield tree_map(lambda x, start=start: x[start : start + ROWS], pool)
-
-
-def _check_enough(k: int, N: int) -> None:
-    if k > N:
-        raise ValueError(f"the pool has {N} inputs, fewer than k = {k}")

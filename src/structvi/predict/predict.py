@@ -279,18 +279,17 @@ class WeightDraws(PredictiveDraws):
 
 
 class MemberDraws(PredictiveDraws):
-    """The draws of several posteriors, each of a network of its own, with the weights of their ensemble."""
+    """The draws of several posteriors, each of a network of its own."""
 
     def __init__(self, ensemble: "Ensemble", members: Sequence[PredictiveDraws]):
         self.posterior, self.members = ensemble.posteriors[0], members
-        self.weights: list[float] = ensemble.weights.tolist()
-        self.device = members[0].device
+        self.device, self.shares = members[0].device, [1 / len(members)] * len(members)
         self.draws = sum(one.draws for one in members)
         notes = [] if isinstance(members[0], WeightDraws) else [members[0].note]
         self.note = ", ".join([f"{len(members)} networks", *notes])
 
     def mixture(self, inputs: Any) -> Predictive:
-        return Predictive.joined([one.mixture(inputs) for one in self.members], self.weights, self.note)
+        return Predictive.joined([one.mixture(inputs) for one in self.members], self.shares, self.note)
 
 
 @torch.no_grad()
