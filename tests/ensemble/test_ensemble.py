@@ -37,10 +37,6 @@ def networks(count=3, outputs=2):
     return found
 
 
-def seeded():
-    return torch.Generator().manual_seed(0)
-
-
 def average_density(nets, x, t):
     average = torch.stack([net(x).softmax(-1) for net in nets]).mean(0).log()
     return -nn.functional.nll_loss(average, t).item()

@@ -234,10 +234,6 @@ class Heavy(vi.Family):
         return td.Independent(td.StudentT(self.df, self.loc, self.log_scale.exp()), 1)
 
 
-class Renamed(vi.MeanField):
-    """A subclass may do anything: it is not rebuilt as its parent."""
-
-
 class OwnPrior(nn.Module):
     def __init__(self):
         super().__init__()

@@ -28,16 +28,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.encoder(x).mean(1))
-
-
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -77,7 +67,6 @@ CASES = {
     "a random head": (mlp, CATEGORICAL, vi.PerLayer({"3.*": vi.FullNormal(), "*": vi.MAP()}), rows),
     "images": (convolutional, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 1, 6, 6, generator=generator(n))),
     "LSTM": (Recurrent, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 5, 3, generator=generator(n))),
-    "attention": (Attention, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 5, 4, generator=generator(n))),
     "two inputs": (TwoInputs, CATEGORICAL, vi.MAP(), lambda n: (rows(n), rows(n)[:, :2])),
     "keywords": (TwoInputs, CATEGORICAL, vi.MeanField(), lambda n: {"x": rows(n), "z": rows(n)[:, :2]}),
 }

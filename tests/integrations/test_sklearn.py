@@ -9,7 +9,6 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import structvi as vi
 from structvi.integrations.sklearn import BayesianClassifier, BayesianRegressor
-from tests.children import python
 
 QUICK = {"hidden": (8,), "family": vi.MeanField(), "epochs": 30, "batch_size": 64, "draws": 8, "random_state": 0}
 #: scikit-learn's laws fit several hundred times
@@ -78,9 +77,3 @@ def test_the_probabilities_are_those_of_the_posterior(monkeypatch):
     assert (model.predict(X) == 5 + pred.mean.argmax(1).numpy()).all()
     monkeypatch.setattr("structvi.integrations.sklearn.ROWS", 7)
     np.testing.assert_allclose(model.predict_proba(X), pred.mean, atol=1e-6)
-
-
-def test_scikit_learn_missing_is_said():
-    code = "import sys\nsys.modules['sklearn'] = None\nimport structvi\nimport structvi.integrations.sklearn"
-    done = python(code)
-    assert 'pip install "structvi[sklearn]"' in done.stderr

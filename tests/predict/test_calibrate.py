@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.models.calibration import Adjustment, Calibration
-from structvi.predict.calibration import KEPT, fingerprint, share_in
+from structvi.predict.calibration import (
+    GRID,
+    KEPT,
+    cross_fitted_losses,
+    each_temperature,
+    fingerprint,
+    fit_temperature,
+    share_in,
+)
 from structvi.predict.predictive import Predictive
 
 PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
@@ -105,6 +113,31 @@ def test_what_was_not_observed_takes_no_part(how):
     whole = identity(4, lk.Categorical()).calibrate([(y[:400], t[:400])])
     assert part.adjustment.cases == 400
     assert part.adjustment.value == pytest.approx(whole.adjustment.value, rel=1e-12)
+
+
+def tabulated(true, n):
+    generator = torch.Generator().manual_seed(int(10 * true))
+    logits = 2 * torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    t = torch.multinomial((logits / true).softmax(-1), 1, generator=generator).squeeze(-1)
+    return logits, t, torch.stack(list(each_temperature(logits.log_softmax(-1), t)), -1)
+
+
+@pytest.mark.parametrize("true", [0.3, 1.0, 5.0])
+def test_the_temperature_is_the_maximum_of_the_likelihood(true):
+    logits, t, losses = tabulated(true, 2000)
+    torch.testing.assert_close(losses[:, 70], nn.functional.cross_entropy(logits / GRID[70].exp(), t, reduction="none"))
+    log_t = torch.tensor(fit_temperature(losses), dtype=torch.float64).log().requires_grad_()
+    (slope,) = torch.autograd.grad(nn.functional.cross_entropy(logits / log_t.exp(), t), log_t, create_graph=True)
+    (bend,) = torch.autograd.grad(slope, log_t)
+    assert abs(slope / bend) < 0.002  # Newton's step to the optimum, relative in T
+
+
+def test_no_case_is_judged_by_a_temperature_that_saw_it():
+    *_, losses = tabulated(2.0, 43)
+    found = cross_fitted_losses(losses)
+    for i in range(43):
+        others = torch.tensor([j for j in range(43) if j % 5 != i % 5])
+        assert found[i] == losses[i, losses[others].sum(0).argmin()]
 
 
 # ---------------------------------------------------------------------------------------- the calibrated predictive

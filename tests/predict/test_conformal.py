@@ -16,15 +16,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def same(size, likelihood, dtype=torch.float64):
-    """A posterior whose network gives back its input, [B, size, ..]: a convolution of width one."""
-    net = nn.Linear(size, size) if not isinstance(size, tuple) else nn.Conv2d(size[0], size[0], 1)
-    with torch.no_grad():
-        net.weight.copy_(torch.eye(net.weight.shape[0]).reshape(net.weight.shape))
-        net.bias.zero_()
-    return vi.variationalize(net.to(dtype), likelihood, vi.MAP(), num_data=9)
-
-
 def all_of(t):
     return torch.ones_like(t, dtype=torch.bool)
 

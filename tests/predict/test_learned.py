@@ -101,20 +101,6 @@ def test_it_is_saved_moves_with_the_posterior_and_a_fit_drops_it(known, tmp_path
     assert again.predict(x[:4]).note != "learned variance"
 
 
-def test_what_labels_tell_of_themselves_adds_up():
-    bayes, x, _ = placed("classes")
-    pred = bayes.predict(x)
-    p = pred.mean
-    torch.testing.assert_close(pred.variance, p * (1 - p))
-    torch.testing.assert_close(pred.entropy, pred.expected_entropy + pred.mutual_information)
-    assert bool((pred.mutual_information > 0).all())
-    exact = bayes.predict(x, variance="exact")
-    assert exact.note == "in function space"
-    correlation = torch.corrcoef(torch.stack([pred.mutual_information, exact.mutual_information]))[0, 1]
-    assert correlation > 0.9
-    assert torch.equal(p.argmax(1), bayes.net(x).argmax(1))
-
-
 class Closed(nn.Module):
     """A function that knows a layer of this network by itself."""
 

@@ -163,28 +163,6 @@ def test_classes_are_those_of_many_draws():
     assert (pred.mean - weights).abs().max() < 0.02  # of drawn weights three standard errors are .5·3/√20,000 = .011
 
 
-def test_a_mixture_is_the_average_of_its_members():
-    nets = [network(outputs=1), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()]
-    members = [fitted(net, lk.Gaussian(0.5)) for net in nets]
-    mixture = vi.Ensemble(members)
-    pred = mixture.predict(X, generator=seeded())
-    assert pred.note == "2 networks, in function space"
-    assert pred.draws == 2
-    t, exact = torch.zeros(7, 1, dtype=torch.float64), []
-    for one in members:
-        mean, covariance = one.output_moments(X)
-        exact.append(Normal(mean, (covariance[:, 0] + 0.25).sqrt()).log_prob(t))
-    expected = torch.stack(exact).logsumexp(0) - torch.tensor(2.0).log()
-    close(pred.log_prob(t), expected)
-    moments = [one.output_moments(X) for one in members]
-    apart = (moments[0].mean - moments[1].mean) / 2
-    close(pred.mean, (moments[0].mean + moments[1].mean) / 2)
-    close(pred.epistemic, (moments[0].covariance + moments[1].covariance)[:, 0] / 2 + apart.square())
-    assert mixture.evaluate([(X, t)]).nlpd == pytest.approx(-float(expected.mean()), rel=1e-6)
-    with pytest.raises(ValueError, match="draws=64"):
-        pred.sample()
-
-
 class Wide(nn.Linear):
     def forward(self, x):
         return super().forward(x).repeat(1, 40)

@@ -57,18 +57,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x.unsqueeze(-1))[0][:, -1])
 
 
-class Closed(nn.Module):
-    """A function that knows a layer of this network by itself."""
-
-    def __init__(self):
-        super().__init__()
-        layer = self.layer = nn.Linear(3, 2)
-        self.function = lambda x: layer(x)
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def normed():
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     net[1].running_mean.normal_()
@@ -80,7 +68,6 @@ NETWORKS = {
     "dropout": (normed, {"dropout": "on"}),
     "re-estimated": (normed, {"batch_norm": "reestimated"}),
     "LSTM": (Recurrent, {}),
-    "closure": (Closed, {}),
 }
 
 
