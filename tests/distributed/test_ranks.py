@@ -164,7 +164,8 @@ def test_the_union_of_the_parts_gives_the_gradient_of_one_process(ranks, name, n
     history = plain_fit(posterior, loader(n=n)).history
     for out in ranks:
         close(out[name], learned(posterior))
-        torch.testing.assert_close(out[f"{name} result"]["elbo"], history["elbo"])
+        for column in ("elbo", "gradient_norm"):
+            torch.testing.assert_close(out[f"{name} result"][column], history[column])
 
 
 def test_a_fit_agrees_with_that_of_one_process(ranks):
@@ -341,3 +342,10 @@ def test_the_parts_of_every_batch_make_it_up(size, drop_last):
             assert counted == [(len(part[index][0]), len(x)) for part in split]
     rows = torch.cat([x for r in range(size) for x, _ in whole.everything(part=(r, size))])
     assert torch.equal(rows.sort(0).values, data().tensors[0].sort(0).values)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="parallel must be one of"):
+        make().fit(loader(), epochs=1, compute=vi.Compute(parallel="model"))
+    with pytest.raises(ValueError, match="4 ranks share 3 observations"):
+        Batches(loader(n=3), part=(0, 4))

@@ -137,7 +137,8 @@ def _called(posterior: "Posterior", theta: Tensor, inputs: Any, name: str | None
         finally:
             for hook in hooks:
                 hook.remove()
-    return y, *(calls[-1] if calls else ("", net, None))
+    own, layer, features = calls[-1] if calls else ("", net, None)
+    return y, own, layer, features
 
 
 def one_pass(posterior: "Posterior", theta: Tensor, inputs: Any, name: str) -> OnePass:
