@@ -124,7 +124,7 @@ def _is_copied_whole(posterior: "Posterior", theta: Tensor, inputs: Any) -> bool
 @torch.no_grad()
 def _called(posterior: "Posterior", theta: Tensor, inputs: Any, name: str | None) -> tuple[Any, str, nn.Module, Any]:
     """Return the output at θ [P], and name, module and input of this layer; without a name of the one called last."""
-    calls: list[tuple[str, nn.Module, Any]] = []
+    calls: list[Any] = []
     with network_at(posterior, theta, inputs) as (net, call):
         layers = net.named_modules() if name is None else [(name, net.get_submodule(name))]
         hooks = [
