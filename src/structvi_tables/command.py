@@ -67,8 +67,9 @@ class Fitted:
         if self.fit.model.target.classes:
             lines.append(f"{100 * found.quality:.1f} % of the test rows are told right.")
         else:
-            held = next(f"{100 * share:.0f} %" for level, share, _ in found.calibration if level == 0.9)
-            lines.append(f"The typical error (RMSE) is {found.quality:.4g}; 90 % intervals hold {held} of test rows.")
+            level, share, _ = found.calibration[-1]
+            held = f"{100 * level:.0f} % intervals hold {100 * share:.0f} % of test rows"
+            lines.append(f"The typical error (RMSE) is {found.quality:.4g}; {held}.")
         return "\n".join(lines)
 
     def page(self) -> str:

@@ -38,7 +38,7 @@ def page(request, tmp_path_factory):
             ("fitting.FOLDS", 2),
         ):
             patch.setattr(f"structvi_tables.{name}", value)
-        patch.setattr("structvi_tables.choosing.HIDDEN", (8,))
+        patch.setattr("structvi_tables.choosing.WIDTH", 8)
         fitted = fit_file(folder / "a.csv", "y", noise="Gaussian")
     fitted.save(folder)
     return request.param, (folder / "report.html").read_text()
