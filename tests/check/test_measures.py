@@ -7,7 +7,7 @@ import torch
 from torch.distributions import MultivariateNormal, Normal
 
 from structvi_check import problem
-from structvi_check.measures import count_points, coverage, measure
+from structvi_check.measures import count_points, coverage, measure, points
 
 
 def gaussian(name="gaussian-10-100"):
@@ -20,7 +20,8 @@ def test_kl_and_the_probability_of_the_true_model():
     """A wider normal: KL in closed form, estimates within five standard errors."""
     p, exact = gaussian()
     q = MultivariateNormal(exact.mean + 0.1, 1.5 * exact.covariance_matrix)
-    m = measure(p, q.sample((8192,)), q.log_prob)
+    theta = q.sample((8192,))
+    m = measure(p, theta, q.log_prob(torch.cat([points(p), theta])))
     assert m.kl_p_q is not None
     assert m.kl_q_p is not None
     kl_p_q = torch.distributions.kl_divergence(exact, q).item()

