@@ -7,7 +7,7 @@ import torch
 from torch.distributions import MultivariateNormal, Normal
 
 from structvi_check import problem
-from structvi_check.measures import count_points, coverage, measure, points
+from structvi_check.measures import count_points, measure, points
 
 
 def gaussian(name="gaussian-10-100"):
@@ -49,12 +49,6 @@ def test_errors_of_moments_and_intervals():
     assert abs(unmoved.coverage - expected) < 0.01
     assert unmoved.coverage_max - unmoved.coverage_min < 0.06
     assert unmoved.kl_p_q is None  # without log_prob
-
-
-def test_coverage_is_the_mass_between_quantiles():
-    q = torch.linspace(0, 1, 1001, dtype=torch.float64).unsqueeze(-1)
-    p = torch.tensor([[0.04], [0.06], [0.5], [0.96]], dtype=torch.float64)
-    assert coverage(q, p).item() == 0.5
 
 
 def test_points_are_counted_by_weight():

@@ -118,20 +118,6 @@ def test_the_command_writes_table_json_and_page(monkeypatch, capsys, tmp_path):
     assert not re.search(r"<script|https?://", page)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--methods", "bogus"), "there is no method 'bogus'; there are ours, peers, all, map"),
-        (("--problems", "bogus,bimodal"), "there is no problem 'bogus'; there are quick, all, correlated"),
-        (("--timeout", "0"), "--timeout"),
-    ],
-)
-def test_wrong_arguments_are_named(monkeypatch, capsys, arguments, says):
-    code, _, err = command(monkeypatch, capsys, *arguments)
-    assert code == 2
-    assert says in err
-
-
 class Returning(Prior):
     def __init__(self, draws):
         self.draws = draws

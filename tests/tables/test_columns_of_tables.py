@@ -8,10 +8,9 @@ import pytest
 
 pd = pytest.importorskip("pandas")
 
-from structvi_tables import fit_table  # noqa: E402
 from structvi_tables.columns import FILLS, Columns  # noqa: E402
-from structvi_tables.reading import TableError, read_table  # noqa: E402
-from structvi_tables.target import target_of, with_target  # noqa: E402
+from structvi_tables.reading import TableError  # noqa: E402
+from structvi_tables.target import target_of  # noqa: E402
 
 N = 60
 RNG = np.random.default_rng(0)
@@ -131,26 +130,6 @@ def test_the_task_is_told(values, task, words):
     assert words in notes[0]
 
 
-def test_rows_without_a_target_are_counted():
-    notes = []
-    found = with_target(pd.DataFrame({"y": [1.0, None] * 40}), "y", notes)
-    assert len(found) == 40
-    assert found.index[1] == 2  # the rows of the file
-    assert "40 rows" in notes[0]
-
-
-def test_separators_and_decimal_commas_are_told(tmp_path):
-    (tmp_path / "a.csv").write_text("\ufeffx;y\n1,5;2\n-2,5;3\n", encoding="utf-8")
-    notes = []
-    assert read_table(tmp_path / "a.csv", notes=notes)["x"].tolist() == [1.5, -2.5]
-    assert notes == ["The columns are separated by semicolons.", "Numbers have a decimal comma."]
-    (tmp_path / "b.csv").write_text(",x\n0,1\n1,?\n")
-    notes = []
-    found = read_table(tmp_path / "b.csv", notes=notes)
-    assert found["x"].isna().tolist() == [False, True]
-    assert "without a name" in notes[0]
-
-
 @pytest.mark.parametrize(
     ("form", "words"),
     [("%Y-%m-%d %H:%M", "date"), ("%d.%m.%Y %H:%M", "date, read as day.month.year"),
@@ -166,12 +145,3 @@ def test_dates_as_people_write_them(form, words):
     assert np.isnan(columns.values(pd.DataFrame({"d": [None, np.nan]}))["d"]).all()
     with pytest.raises(TableError, match=r"'yesterday' in row 1.*2024-12-31"):
         columns.values(pd.DataFrame({"d": ["yesterday", None]}))
-
-
-def test_tables_that_are_none_and_names_that_are_no_texts():
-    with pytest.raises(TypeError, match=r"expected a pandas table.*read_table"):
-        fit_table({"a": [1]}, "a")
-    with pytest.raises(TableError, match="more than one column is called 'a'"):
-        fit_table(pd.DataFrame([[1, 2]], columns=["a", "a"]), "a")
-    with pytest.raises(TableError, match="the target '2' has one value only"):
-        fit_table(pd.DataFrame(np.ones((40, 3)), index=[f"r{i}" for i in range(40)]), 2)

@@ -105,17 +105,6 @@ def test_a_fit_is_repeated_by_its_seed_and_survives_the_folder(few_steps, tmp_pa
     assert set(one.fit.tolist()).isdisjoint(one.test.tolist())
 
 
-def test_a_second_model_in_a_folder_leaves_none_of_the_first(few_steps, tmp_path):
-    first, second = (fit_table(regression(n), "y", noise="Gaussian").model for n in (60, 40))
-    second.parts = [first.parts[0]]
-    second.parts[0].weight = 1.0
-    first.save(tmp_path)
-    (tmp_path / "posterior-7-7.safetensors").write_bytes(b"of an older model")
-    second.save(tmp_path)
-    files = {path.name for path in tmp_path.iterdir()}
-    assert files == {"model.json", *(f"posterior-0-{k}.safetensors" for k in range(3))}
-
-
 def test_the_mixtures_scores_agree_with_sampling(few_steps):
     """Quantiles and distribution function of the mixture against 40,000 samples of it: three standard errors."""
     fit = fit_table(regression(60), "y")
@@ -146,20 +135,6 @@ def test_an_interval_is_as_wide_as_what_is_not_known(few_steps):
     assert found["sd"][2] == pytest.approx(np.hypot(10, 3), rel=0.15)
     assert (found["epistemic_sd"][1:] > 1.5 * found["aleatoric_sd"][1:]).all()
     pd.testing.assert_frame_equal(model.predict(new[:1]), found[:1])  # a row does not depend on its company
-
-
-def test_members_learn_a_line_from_the_other_folds():
-    """The noise of 0.1 is found on the folds; 3 standard errors of 60 residuals."""
-    from structvi.models.likelihoods import Gaussian
-
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 2, generator=generator)
-    t = x @ torch.tensor([[1.0], [-0.5]]) + 0.1 * torch.randn(60, 1, generator=generator)
-    noise, folds = Gaussian("point"), folds_of(torch.arange(60), 3)
-    nets = train(x, t, folds, noise, [2, 1], 0.0, 0, training.STEPS)
-    for net in nets:
-        assert net[0].weight.detach()[0].tolist() == pytest.approx([1.0, -0.5], abs=0.1)
-    assert float(noise.log_noise.exp().detach()) == pytest.approx(0.1, rel=0.3)
 
 
 def test_members_stop_where_the_folds_gain_nothing_more(monkeypatch):
@@ -220,12 +195,6 @@ def test_a_damaged_folder_is_refused(change, says, saved, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(record))
     with pytest.raises(TableError, match=says):
         TableModel.load(tmp_path)
-
-
-@pytest.mark.parametrize(("n", "noise"), [(30, "Gaussian"), (31, "heteroscedastic Student-t")])
-def test_the_smallest_tables(few_steps, n, noise):
-    fit = fit_table(regression(n), "y", noise=noise)
-    assert np.isfinite(fit.model.predict(fit.test_table)["sd"]).all()
 
 
 def test_a_long_table_is_sampled(few_steps, monkeypatch):
