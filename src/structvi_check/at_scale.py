@@ -3,7 +3,6 @@
 A network is drawn from its own prior, and labels are drawn from it: the truth is known, and the model is true.
 """
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -23,12 +22,12 @@ from tqdm import tqdm
 from structvi.models.likelihoods import Bernoulli
 from structvi.parameters import Parameters
 from structvi.util import __version__
-from structvi.util.folder_files import check_folder, write_together
+from structvi.util.folder_files import check_folder
 
 from .measures import LEVEL
 from .methods import Adapter, log_prob_of
 from .problems import Data, Problem
-from .report import aligned
+from .report import aligned, save_report
 from .suite import as_method
 
 NAMES = ("mean-field", "structured", "precision", "swag", "deep-ensemble", "dropout-network")
@@ -141,12 +140,7 @@ class ScaleReport:
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write at_scale.txt and at_scale.json, together."""
         check_folder(Path(folder))
-        return write_together(Path(folder), self._write)
-
-    def _write(self, folder: Path) -> None:
-        text = json.dumps({"version": __version__} | asdict(self), indent=1)
-        (folder / "at_scale.txt").write_text(f"{self}\n", encoding="utf-8")
-        (folder / "at_scale.json").write_text(text + "\n", encoding="utf-8")
+        return save_report(folder, "at_scale", self, {"version": __version__} | asdict(self))
 
 
 def _cell(values: Sequence[Any]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import isinf
@@ -84,16 +85,25 @@ class Row:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of text in which the cells of a column are equally wide, the first and the last to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell.rjust(width) if 0 < i < last else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
+    """Return lines of text whose columns are equally wide, words to the left and numbers to the right."""
+    first, *widths, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
+    form = "  ".join([f"{{:{first}}}", *(f"{{:>{width}}}" for width in widths), "{}"])
+    return [form.format(*line) for line in lines]
+
+
+def save_report(folder: str | os.PathLike[str], name: str, text: object, record: Any, page: str = "") -> list[Path]:
+    """Write a text, JSON, in which infinities are strings, and a page, if there is one, together."""
+    files = {
+        "txt": f"{text}\n",
+        "json": json.dumps(plain(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+    }
+    files |= {"html": page} if page else {}
+
+    def write(hidden: Path) -> None:
+        for kind, content in files.items():
+            (hidden / f"{name}.{kind}").write_text(content, encoding="utf-8")
+
+    return write_together(Path(folder), write)
 
 
 def _number(value: float | Estimate | None) -> str:
@@ -111,28 +121,18 @@ class Report:
     seed: int = 0
 
     def __getitem__(self, key: tuple[str, str]) -> Row:
-        for row in self.rows:
-            if (row.method, row.problem) == key:
-                return row
-        raise KeyError(f"no row {key!r}; there are {[(row.method, row.problem) for row in self.rows]}")
+        return {(row.method, row.problem): row for row in self.rows}[key]
 
     def of(self, problem: str) -> list[Row]:
         return [row for row in self.rows if row.problem == problem]
 
     def summary(self) -> list[str]:
         """Return a sentence for each method."""
-        sentences = []
-        for method in dict.fromkeys(row.method for row in self.rows):
-            grades = [row.grade for row in self.rows if row.method == method]
-            count = len(grades) - grades.count("not applicable")
-            if not count:
-                sentences.append(f"{method}: applicable to none of these problems")
-                continue
-            words = f"{method}: Bayesian on {grades.count('Bayesian')} of {count} problems"
-            for grade, said in (("not a posterior", "not a posterior"), ("failed", "no result")):
-                words += f", {said} on {grades.count(grade)}" if grade in grades else ""
-            sentences.append(words)
-        return sentences
+        grades = {row.method: Counter(one.grade for one in self.rows if one.method == row.method) for row in self.rows}
+        return [
+            f"{method}: {', '.join(f'{grade} on {count}' for grade, count in found.items())}"
+            for method, found in grades.items()
+        ]
 
     def __str__(self) -> str:
         """Plain text: a block for each problem."""
@@ -142,22 +142,16 @@ class Report:
         return "\n".join([*lines, LEGEND, "", *self.summary()])
 
     def record(self) -> dict[str, Any]:
-        """Return the content of check.json: infinities are the strings "inf" and "-inf"."""
+        """Return the content of check.json."""
         problems = {name: {"title": problem.title, "weights": problem.P} for name, problem in self.problems.items()}
         head = {"version": __version__, "seed": self.seed, "thresholds": MOST._asdict(), "summary": self.summary()}
-        return plain(head | {"problems": problems, "rows": [row.record() for row in self.rows]})
+        return head | {"problems": problems, "rows": [row.record() for row in self.rows]}
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write check.txt, check.json and check.html, together; the page needs jinja2."""
         check_folder(Path(folder))
-        return write_together(Path(folder), self._write)
-
-    def _write(self, folder: Path) -> None:
-        text = json.dumps(self.record(), indent=1, ensure_ascii=False, allow_nan=False)
-        template = Path(__file__).with_name("check.html")
         methods = list(dict.fromkeys(row.method for row in self.rows))
         shown = {"headings": HEADINGS, "legend": LEGEND, "thresholds": MOST._asdict(), "colours": COLOURS}
+        template = Path(__file__).with_name("check.html")
         page = render(template, report=self, methods=methods, version=__version__, **shown)
-        (folder / "check.txt").write_text(f"{self}\n", encoding="utf-8")
-        (folder / "check.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "check.html").write_text(page, encoding="utf-8")
+        return save_report(folder, "check", self, self.record(), page)

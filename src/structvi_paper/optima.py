@@ -9,7 +9,8 @@ eigenvectors of the K smallest λ < 1 and turns their contribution λ − log λ
 s alone, 2 KL = Σ_rest(λ_i − 1 − log λ_i), of P variables.
 
 *Precision form*, Λ_q = S⁻¹(I + FFᵀ)S⁻¹: minimising KL[q‖p] is maximum-likelihood factor analysis of Λ as if it were a
-sample covariance. With SΛS as above the K largest λ > 1 contribute nothing.
+sample covariance. Rubin and Thayer's EM gets near; the profile likelihood (with SΛS as above, the K largest λ > 1
+contribute nothing) finishes.
 """
 
 import torch
@@ -43,7 +44,9 @@ def best_kl(covariance: Tensor, rank: int, form: str, starts: int = 32, steps: i
     if rank == 0:  # mean field: s_i² = 1/Λ_ii
         return 0.5 * (precision.diagonal(dim1=-2, dim2=-1).log().sum(-1) - torch.linalg.slogdet(precision).logabsdet)
     log_scale = _starts(precision, starts)  # [starts, T, P]
-    best = log_scale.new_full(log_scale.shape[:-1], torch.inf)
+    if form == "precision":
+        log_scale = _factor_analysis_em(precision, log_scale, rank)
+    best = _profile_kl(log_scale, precision, rank, form)
     variable = log_scale.clone().requires_grad_()
     optimizer = torch.optim.Adam([variable], lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -82,3 +85,21 @@ def _starts(precision: Tensor, starts: int) -> Tensor:
         departure = 0.0 if index < 3 else 0.5 * (1 + index % 4)
         points.append(torch.lerp(conditional, marginal, between) + departure * noise)
     return torch.stack(points)
+
+
+def _factor_analysis_em(precision: Tensor, log_scale: Tensor, rank: int, iterations: int = 500) -> Tensor:
+    """Rubin and Thayer's EM for Λ ≈ LLᵀ + diag(ψ); returns the scales −½ log ψ: [starts, T, P]."""
+    psi = (-2 * log_scale).exp()
+    values, vectors = torch.linalg.eigh(precision)
+    loadings = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2))[..., -rank:].expand(*psi.shape, rank)
+    identity = torch.eye(rank, dtype=psi.dtype)
+    for _ in range(iterations):
+        whitened = loadings / psi.unsqueeze(-1)  # ψ⁻¹L
+        inner = torch.linalg.inv(identity + loadings.mT @ whitened)  # (I + Lᵀψ⁻¹L)⁻¹
+        regression = inner @ whitened.mT  # β: E[z | x] = βx
+        cross = regression @ precision  # βΛ
+        second = inner + cross @ regression.mT
+        loadings = torch.linalg.solve(second, cross).mT
+        residual = (precision - loadings @ cross).diagonal(dim1=-2, dim2=-1)
+        psi = residual.clamp(min=1e-12 * precision.diagonal(dim1=-2, dim2=-1))
+    return -0.5 * psi.log()

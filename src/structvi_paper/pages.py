@@ -22,12 +22,10 @@ _STYLE: Any = {"font.sans-serif": ["DejaVu Sans"], "axes.spines.top": False, "ax
 def figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
     """Return a matplotlib figure of this size in inches, and its axes; the user's matplotlib state is not touched."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):
         made = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(made)
         return made, made.subplots(rows, columns, **options)
 
 

@@ -36,7 +36,7 @@ class Column:
         kind: "number", "date" (days since 1970) or "category".
         centre, scale: of z = (x − centre)/scale; with `squash` of z = sinh⁻¹((x − centre)/scale).
         edges: of the bins of z.
-        levels: with an input each; all others share the input "other" where `other`, or none.
+        levels: with an input each; all others have none.
         missing: whether missing values occurred, and have an input of their own.
         form: of dates that are texts.
         low, high: ends of the values that were fitted.
@@ -50,7 +50,6 @@ class Column:
     squash: bool = False
     edges: list[float] = field(default_factory=list)
     levels: list[str] = field(default_factory=list)
-    other: bool = False
     missing: bool = False
     form: str = ""
     low: float = 0.0
@@ -60,7 +59,7 @@ class Column:
     def __str__(self) -> str:
         gaps = ", some missing" if self.missing else ""
         if self.kind == "category":
-            return f"{self.name!r}: category, {len(self.levels)} levels{' and others' if self.other else ''}{gaps}"
+            return f"{self.name!r}: category, {len(self.levels)} levels{gaps}"
         form = self.form.replace("%d", "day").replace("%m", "month").replace("%Y", "year").split(" ")[0]
         read = f", read as {form}" if form not in ("", ISO) else ""
         squashed = ", with values far out: read on a logarithmic scale" if self.squash else ""
@@ -90,8 +89,6 @@ class Column:
         gone = self.gone(values)
         if self.kind == "category":
             parts = [values == level for level in self.levels]
-            if self.other:
-                parts.append(~np.isin(values, [*self.levels, ""]))
         else:
             parts = [np.where(gone, 0.0, self.z(values))]
         parts += [gone] if self.missing else []
@@ -211,7 +208,6 @@ def fitted(name: str, kind: str, values: np.ndarray, bins: int, form: str = "") 
         levels, counts = np.unique(present, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:LEVELS]
         column.levels = [str(levels[i]) for i in order]
-        column.other = len(column.levels) < len(levels)
         return column
     column.low, column.high = float(present[0]), float(present[-1])
     column.centre, scale, column.squash = centre_and_scale(present)

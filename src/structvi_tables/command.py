@@ -13,7 +13,7 @@ from .assessing import Assessment, assess
 from .choosing import Say
 from .fitting import TableFit, fit_table, silent
 from .model import TableModel, save_files
-from .reading import TableError, read_table
+from .reading import read_table
 
 #: files beside model.json and the posteriors
 REPORT, PREDICTIONS = "report.html", "predictions.csv"
@@ -99,8 +99,5 @@ def predict_file(folder: Path, path: Path, out: Path | None, encoding: str = "ut
         )
     text = found.to_csv(index=False, float_format="%.8g")
     if out is not None:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise TableError(f"cannot write {out}: {error.strerror or error}") from None
+        out.write_text(text, encoding="utf-8")
     return text, notes

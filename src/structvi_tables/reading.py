@@ -52,8 +52,6 @@ def read_table(path: str | os.PathLike[str], encoding: str = "utf-8", notes: lis
             table = pandas.read_parquet(path).reset_index(drop=True)
         except (ImportError, ValueError, OSError, NotImplementedError) as error:
             raise TableError(f"{path} is not read as Parquet ({str(error).splitlines()[0]}): save it as CSV") from None
-        table.columns = [str(name) for name in table.columns]
-        _check_names(list(table.columns), path)
     else:
         table = _text(path, encoding, [] if notes is None else notes)
     if not len(table):
@@ -127,7 +125,9 @@ def _text(path: Path, encoding: str, notes: list[str]) -> Table:
     if "" in names:  # what pandas writes above its index, or a separator at the end of each line
         notes.append("A column without a name was left out.")
         table = table.drop(columns="")
-    _check_names(list(table.columns), path)
+    names = list(table.columns)
+    if len(names) > 1 and all(re.fullmatch(_NUMBER, name) for name in names):
+        raise TableError(f"{path}: the first line, {listed(names)}, looks like data: put a line of column names above")
     return table
 
 
@@ -148,11 +148,3 @@ def _decoded(raw: bytes, encoding: str, path: Path) -> str:
     except LookupError:
         raise TableError(f"there is no encoding {encoding!r}: utf-8, cp1252, latin-1 and utf-16 are common") from None
     return text.replace("\r\n", "\n").replace("\r", "\n").strip("\n ")
-
-
-def _check_names(names: list[str], path: Path) -> None:
-    double = sorted({name for name in names if names.count(name) > 1})
-    if double:
-        raise TableError(f"{path} has more than one column called {listed(double)}: rename or remove all but one")
-    if len(names) > 1 and all(re.fullmatch(_NUMBER, name) for name in names):
-        raise TableError(f"{path}: the first line, {listed(names)}, looks like data: put a line of column names above")

@@ -85,7 +85,7 @@ def test_not_applicable_is_said():
     report = run(Choosy(), ["correlated"])
     assert report.rows[0].verdict == "not applicable: it does not like the problem"
     assert report.rows[0].bayesian is None
-    assert "prior: applicable to none of these problems" in report.summary()
+    assert "prior: not applicable on 1" in report.summary()
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_the_command_writes_table_json_and_page(monkeypatch, capsys, tmp_path):
     )
     assert code == 0
     assert out.splitlines()[-1] == str(tmp_path / "check.html")
-    assert "full normal: Bayesian on 2 of 3 problems" in out
+    assert "full normal: off on 1, Bayesian on 2" in out
     assert {path.name for path in tmp_path.iterdir()} == {"check.txt", "check.json", "check.html"}
     assert (tmp_path / "check.txt").read_text() in out
     results = json.loads((tmp_path / "check.json").read_text())
