@@ -54,7 +54,7 @@ def fit_apart(
     start = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"
     if start == "spawn":
         task = pickle.dumps(task)  # as bytes: tensors of arguments would be memory that both processes write to
-    context = get_context(start)
+    context: Any = get_context(start)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, task))
     try:
