@@ -11,11 +11,9 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
 from structvi import cli  # noqa: E402
-from structvi_tables import training  # noqa: E402
 from structvi_tables.fitting import fit_table  # noqa: E402
 from structvi_tables.model import TableModel  # noqa: E402
 from structvi_tables.reading import TableError  # noqa: E402
-from structvi_tables.training import folds_of, train  # noqa: E402
 
 
 def regression(n=80):
@@ -135,18 +133,6 @@ def test_an_interval_is_as_wide_as_what_is_not_known(few_steps):
     assert found["sd"][2] == pytest.approx(np.hypot(10, 3), rel=0.15)
     assert (found["epistemic_sd"][1:] > 1.5 * found["aleatoric_sd"][1:]).all()
     pd.testing.assert_frame_equal(model.predict(new[:1]), found[:1])  # a row does not depend on its company
-
-
-def test_members_stop_where_the_folds_gain_nothing_more(monkeypatch):
-    """Of pure noise the first look is about the best: of 40 looks 16 more are taken."""
-    from structvi.models.likelihoods import Gaussian
-
-    generator = torch.Generator().manual_seed(0)
-    x, t = torch.randn(40, 5, generator=generator), torch.randn(40, 1, generator=generator)
-    looks, rescale = [], training.rescale_noise
-    monkeypatch.setattr(training, "rescale_noise", lambda *of: looks.append(rescale(*of)) or looks[-1])
-    train(x, t, folds_of(torch.arange(40), 2), Gaussian("point"), [5, 32, 1], 0.0, 0, 1000)
-    assert len(looks) == looks.index(max(looks)) + 1 + training.PATIENCE < 40
 
 
 def test_the_time_is_said_before_training(few_steps, monkeypatch):
