@@ -38,8 +38,8 @@ LEAST = 0.05
 BEHIND = 0.3
 #: rows that each part has for itself beforehand: few rows do not decide between models that are nearly the same
 BEFOREHAND = 5.0
-#: rows in a batch of the fits that take no gradient steps
-ROWS = 1024
+#: rows that are computed at once
+ROWS = 256
 #: steps that are timed beforehand
 TIMED = 10
 #: draws of a prediction, from each member
@@ -168,13 +168,13 @@ def stream(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def mixed(parts: Sequence[Part], inputs: Mapping[str, Tensor], seed: int, draws: int = DRAWS) -> Mixture:
+def mixed(parts: Sequence[Part], inputs: Mapping[str, Tensor], seed: int) -> Mixture:
     """Return the mixture for rows [B, F] by encoding, with draws of each member from the seed."""
     predictives, weights = [], []
     for part in parts:
         for posterior in part.posteriors:
             x = inputs[part.recipe.encoding]
-            predictives.append(posterior.predict(x, draws=draws, generator=stream(seed)))
+            predictives.append(posterior.predict(x, draws=DRAWS, generator=stream(seed)))
             weights.append(part.weight / len(part.posteriors))
     return Mixture(predictives, weights)
 

@@ -14,7 +14,7 @@ from structvi.loading import load
 from structvi.util import __version__
 from structvi.util.folder_files import write_together
 
-from .choosing import CLASSES, DRAWS, NOISES, Part, Recipe, mixed
+from .choosing import CLASSES, NOISES, ROWS, Part, Recipe, mixed
 from .columns import Columns
 from .mixture import Mixture
 from .reading import Table, TableError, as_table, listed, pandas_module
@@ -22,10 +22,6 @@ from .target import Target
 from .training import network
 
 KIND, FORMAT, FILE = "structvi table", 3, "model.json"
-#: rows that are predicted at once
-ROWS = 256
-#: draws for each of the values that stand in a gap
-DRAWS_WITH_GAPS = 4
 #: largest description, largest width of a layer
 MOST_BYTES, MOST_WIDTH = 50_000_000, 4096
 
@@ -59,10 +55,8 @@ class TableModel:
             for start in range(0, len(places), ROWS):
                 some = places[start : start + ROWS]
                 own = {name: values[some] for name, values in rows.items()}
-                copies, draws = (self.columns.filled(own, self.seed), DRAWS_WITH_GAPS) if has_gaps else ([own], DRAWS)
-                each = [
-                    mixed(self.parts, self.columns.inputs(copy), self.seed + d, draws) for d, copy in enumerate(copies)
-                ]
+                copies = self.columns.filled(own, self.seed) if has_gaps else [own]
+                each = [mixed(self.parts, self.columns.inputs(copy), self.seed + d) for d, copy in enumerate(copies)]
                 parts = [part for one in each for part in one.parts]
                 yield some, Mixture(parts, [w / len(copies) for one in each for w in one.weights])
 
