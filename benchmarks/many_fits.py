@@ -64,7 +64,7 @@ def ratio(options: argparse.Namespace) -> tuple[float, float]:
         ones = posteriors(options.single, options.rank, options.device, kind)
         for m, one in enumerate(ones[: options.single // 2]):
             alone.append(seconds(lambda one=one, m=m: one.fit(data[m], seed=m, **given)))
-        together.append(seconds(lambda many=many: vi.fit_many(many, data, at_once=True, **given)))
+        together.append(seconds(lambda many=many: vi.fit_many(many, data, **given)))
         steps = sum(many[0].last_fit.history["seconds"].tolist())  # pyright: ignore
         for m, one in enumerate(ones[options.single // 2 :]):
             alone.append(seconds(lambda one=one, m=m: one.fit(data[m], seed=m, **given)))
@@ -79,7 +79,7 @@ def difference(options: argparse.Namespace, steps: int = 50) -> float:
     data = loaders(count, kind)
     given = {"steps": steps, "progress": False}
     a, b = (posteriors(count, options.rank, options.device, kind) for _ in range(2))
-    vi.fit_many(a, data, at_once=True, **given)
+    vi.fit_many(a, data, **given)
     for m, one in enumerate(b):
         one.fit(data[m], seed=m, **given)
     return max(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.predict.temperature import fit_temperature, temperature_losses
+from structvi.predict.temperature import each_temperature, fit_temperature
 
 #: rows, inputs, classes, share of random labels, distance of the clusters
 CLASSES = ((200, 13, 3, 0.0, 1.5), (300, 10, 2, 0.0, 1.0), (400, 30, 2, 0.02, 0.7), (1000, 20, 2, 0.1, 0.7),
@@ -84,7 +84,8 @@ def trained(x: Tensor, t: Tensor, is_labels: bool, with_norm: bool, stopped: boo
 def densities_of(net: nn.Module, is_labels: bool, test: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor]):
     """Return the network's log density of the test rows, and that with its own temperature."""
     if is_labels:
-        T = fit_temperature(temperature_losses(net(held_out[0]).log_softmax(1), held_out[1]))
+        losses = each_temperature(net(held_out[0]).log_softmax(1), held_out[1])
+        T = fit_temperature(torch.stack(list(losses), -1))
         return [-float(nn.functional.cross_entropy(net(test[0]) / scale, test[1])) for scale in (1.0, T)]
     squares = [float((net(x) - t).square().mean()) for x, t in (test, held_out)]
     return [-0.5 * (squares[0] / squares[1] + log(2 * pi * squares[1]))] * 2

@@ -169,7 +169,7 @@ def test_no_private_name_is_imported_from_another_module():
 
 def test_import_loads_neither_triton_nor_extras():
     extras = (
-        "triton", "matplotlib", "arviz_stats", "arviz_base", "pandas", "sklearn", "lightning", "typer", "torchmetrics", "nibabel", "jinja2",
+        "triton", "matplotlib", "arviz_stats", "arviz_base", "pandas", "sklearn", "lightning", "torchmetrics", "nibabel", "jinja2",
         "structvi_paper", "structvi_check", "structvi_tables",
     )  # fmt: skip
     code = f"import sys, structvi; print([m for m in sys.modules if m.split('.')[0] in {extras}])"

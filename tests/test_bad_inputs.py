@@ -9,12 +9,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Bernoulli, Independent, Normal
+from torch.distributions import Independent, Normal
 
 import structvi as vi
 from structvi import diagnostics, likelihoods, plots
 from structvi.families.family import MAX_DENSE
-from structvi.families.gaussian import LowRankDensity
 
 SPACE = vi.Parameters({"a": torch.zeros(2), "b": torch.zeros(1)})
 OTHER = vi.Parameters({"a": torch.zeros(5)})
@@ -97,11 +96,6 @@ class OnlyLogProb(Own):
         return theta.sum(-1)
 
 
-class OnlyEntropy(Own):
-    def entropy(self):
-        return torch.zeros(())
-
-
 class WideLogProb(Own):
     def log_prob(self, theta):
         return theta.sum(-1, keepdim=True)
@@ -143,14 +137,9 @@ TABLE = {
     "parameters: mixed dtypes": (
         lambda: vi.Parameters({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2).double()}),
         ValueError,
-        r"share one dtype; most are like 'a', but \{'torch\.float64': 'c'\}",
+        r"share one dtype and device, got .*torch\.float64 on cpu': 'c'",
     ),
     "parameters: nothing trainable": (lambda: vi.Parameters.of(frozen()), ValueError, r"no trainable parameter"),
-    "parameters: lazy": (
-        lambda: vi.Parameters.of(nn.LazyLinear(2)),
-        ValueError,
-        r"uninitialised lazy parameters \['weight', 'bias'\]: run one forward pass",
-    ),
     "select: no match": (
         lambda: vi.Parameters.of(net(), "head.*"),
         ValueError,
@@ -163,21 +152,21 @@ TABLE = {
     "ravel: missing and extra": (
         lambda: SPACE.ravel({"a": torch.zeros(2), "c": torch.zeros(1)}),
         ValueError,
-        r"missing \['b'\], extra \['c'\]",
+        r"expected the tensors a, b, got a, c",
     ),
     "ravel: wrong shape": (
         lambda: SPACE.ravel({"a": torch.zeros(3), "b": torch.zeros(1)}),
         ValueError,
-        r"a: expected shape \[\.\., 2\], got \(3,\)",
+        r"a: expected shape \(\.\., 2,\), got \(3,\)",
     ),
     "slice: unknown name": (lambda: SPACE.slice("c"), ValueError, r"no tensor named 'c'; the random ones are a, b"),
-    "fresh: a seed": (lambda: vi.Parameters.of(net()).fresh(0), TypeError, r"must be a torch\.Generator, got int"),
+    "fresh: a seed": (lambda: vi.Parameters.of(net()).fresh(0), TypeError, r"must be a torch\.Generator.*, got int"),
     # --- recipes and binding
     "rank: negative": (lambda: vi.LowRankNormal(rank=-1), ValueError, r"rank must be an integer ≥ 0, got -1"),
     "rank: more than P": (
         lambda: vi.LowRankNormal(rank=4).bind(SPACE),
         ValueError,
-        r"rank 4 is larger than the number of weights P = 3; take at most 3",
+        r"rank 4 is larger than the number of weights P = 3",
     ),
     "initial_mean": (lambda: vi.MeanField("prior"), ValueError, r"one of .'current', 'fresh', 'zero'., got 'prior'"),
     "initial_scale: zero": (lambda: vi.FullNormal(initial_scale=0), ValueError, r"initial_scale must be a positive"),
@@ -189,40 +178,29 @@ TABLE = {
     "bind: a dict": (
         lambda: vi.MeanField().bind({"z": torch.zeros(2)}),
         TypeError,
-        r"bind expects Parameters, got dict; write Parameters\.of",
+        r"bind expects Parameters, such as Parameters\.of\(net\), got dict",
     ),
-    "bind: twice": (lambda: family().bind(SPACE), ValueError, r"LowRankNormal is bound already; bind a recipe"),
+    "bind: twice": (lambda: family().bind(SPACE), ValueError, r"LowRankNormal is bound already: bind a recipe"),
     "call: a recipe": (lambda: vi.MeanField()(), ValueError, r"MeanField is a recipe.*call \.bind\(parameters\) first"),
     "call: FullNormal too large": (
         lambda: vi.FullNormal().bind(LARGE),
         ValueError,
-        rf"needs {MAX_DENSE + 1}² numbers and refuses beyond P = {MAX_DENSE}; use LowRankNormal",
+        rf"refuses P = {MAX_DENSE + 1} beyond {MAX_DENSE}: use LowRankNormal",
     ),
     # --- a family of the user's own
-    "forward: junk": (lambda: Returns("junk")(), TypeError, r"Returns\.forward must return a Density.*got str"),
+    "forward: junk": (lambda: Returns("junk")(), TypeError, r"Returns\.forward must return a Density.*got .junk"),
     "forward: the wrong size": (
         lambda: Returns(Independent(Normal(torch.zeros(4), 1.0), 1)).bind(SPACE)(),
         ValueError,
-        r"density over 4 numbers; its parameters have P = 3",
+        r"gave P = 4, expected 3",
     ),
     "distribution: a batch shape": (
         lambda: Returns(Normal(torch.zeros(3), 1.0))(),
         ValueError,
         r"event shape \[P\] and no batch shape, got event \(\) and batch \(3,\); wrap it: .*Independent\(d, 1\)",
     ),
-    "distribution: no rsample": (
-        lambda: Returns(Independent(Bernoulli(torch.full((3,), 0.5)), 1))(),
-        ValueError,
-        r"no rsample: gradients cannot pass",
-    ),
     # --- draws and couplings
     "groups: zero": (lambda: density().draw(groups=0), ValueError, r"groups must be an integer ≥ 1, got 0"),
-    "coupling: a string": (lambda: density().draw(1, "paired"), TypeError, r"callable such as naive.*got 'paired'"),
-    "coupling: returns nothing": (
-        lambda: density().draw(1, lambda *args: None),
-        TypeError,
-        r"must return Noise\(diagonal \[S, P\], low_rank \[S, K\]\), got NoneType",
-    ),
     "coupling: wrong P": (
         lambda: density().draw(1, coupling((4, 2), (4, 2))),
         ValueError,
@@ -244,18 +222,11 @@ TABLE = {
         r"directions=3 but the family has rank 2; take at most 2, or None for all",
     ),
     "generator: a seed": (lambda: density().draw(generator=0), TypeError, r"must be a torch\.Generator, got int"),
-    "generator: on another device": (
-        lambda: LowRankDensity(*torch.ones(2, 3, device="meta"), torch.ones(3, 0), torch.ones(3)).draw(
-            generator=GENERATOR
-        ),
-        ValueError,
-        r"generator is on cpu, the weights on meta; make one there: torch\.Generator\(\"meta\"\)",
-    ),
     # --- densities
     "log_prob: one point": (
         lambda: density().log_prob(torch.zeros(3)),
         ValueError,
-        r"\[S, P\] with S ≥ 1 and P = 3, got \(3,\); for one point add a row axis",
+        r"\[S, P\] with S ≥ 1 and P = 3, got \(3,\)",
     ),
     "entropy: of a point mass": (
         lambda: density(vi.MAP()).entropy(),
@@ -276,23 +247,23 @@ TABLE = {
     "kl: families": (
         lambda: vi.kl(family(), family()),
         TypeError,
-        r"q is LowRankNormal\. Call the families \(q = family\(\)\)",
+        r"q = family\(\), got LowRankNormal",
     ),
     # --- the objective
     "elbo: a density": (
         lambda: vi.elbo(density(), TARGET),
         TypeError,
-        r"expects a family, got LowRankDensity; pass the family, not the density",
+        r"expected a family, not the density it builds, got LowRankDensity",
     ),
     "elbo: a function as target": (
         lambda: vi.elbo(family(), lambda p: p["a"].sum()),
         TypeError,
-        r"must have `space` and `log_joint`, got function; .*LogDensity\(fn, parameters\)",
+        r"must have `space` and `log_joint`, got function: .*LogDensity\(fn, parameters\)",
     ),
     "elbo: another space": (
         lambda: vi.elbo(family(space=OTHER), TARGET),
         ValueError,
-        r"different parameters: P = 5 .* and P = 3 .*; bind the family to target\.space",
+        r"different parameters: P = 5 and P = 3; bind the family to target\.space",
     ),
     "elbo: unknown estimator": (
         lambda: vi.elbo(family(), TARGET, estimator=vi.Estimator("reinforce")),
@@ -302,12 +273,7 @@ TABLE = {
     "elbo: can only draw": (
         lambda: vi.elbo(Returns(Own()), TARGET),
         ValueError,
-        r"Own can only draw.*Write its `log_prob` or its `entropy`",
-    ),
-    "elbo: path without log_prob": (
-        lambda: vi.elbo(Returns(OnlyEntropy()), TARGET, estimator=vi.Estimator("path")),
-        ValueError,
-        r'Estimator\("path"\) needs `log_prob`, which OnlyEntropy does not offer; use "entropy"',
+        r'Estimator\("path"\) needs `log_prob`, which Own does not offer: write it',
     ),
     "elbo: log_prob of the wrong shape": (
         lambda: vi.elbo(Returns(WideLogProb()), TARGET, estimator=vi.Estimator("log_q", groups=2)),
@@ -363,8 +329,8 @@ TABLE = {
     ),
     "elbo: without a batch": (
         lambda: vi.elbo(family(space=(m := model()).space), m),
-        ValueError,
-        r"needs a batch: \(input, target\), or a dict",
+        TypeError,
+        r"\(input, target\) or a dict, got NoneType",
     ),
     # --- log densities
     "log density: no function": (lambda: vi.LogDensity(T, SPACE), TypeError, r"expects a function.*got Tensor"),
@@ -381,12 +347,12 @@ TABLE = {
     "log density: evaluation": (
         lambda: vi.LogDensity(torch.sum, SPACE, evaluation="fast"),
         ValueError,
-        r'"auto", "vmap" or "loop", got \'fast\'',
+        r"evaluation must be one of \('auto', 'vmap', 'loop'\), got 'fast'",
     ),
     "log density: one point": (
         lambda: TARGET.log_joint(torch.zeros(3)),
         ValueError,
-        r"\[S, P\] with S ≥ 1 and P = 3, got \(3,\); for one point add a row axis",
+        r"\[S, P\] with S ≥ 1 and P = 3, got \(3,\)",
     ),
     "target: the wrong shape": (
         lambda: vi.elbo(family(), WrongTarget(torch.zeros(3))),
@@ -399,20 +365,15 @@ TABLE = {
         TypeError,
         r"expects an nn\.Module, got",
     ),
-    "model: DataParallel": (
-        lambda: model(network=nn.DataParallel(net())),
-        TypeError,
-        r"DataParallel cannot be called with drawn weights; give the network inside it, net\.module",
-    ),
     "model: likelihood class": (
         lambda: model(likelihoods.Categorical),
         TypeError,
-        r"must be objects, not classes: write NormalPrior\(1\.0\), Categorical\(\)",
+        r"likelihood must be a callable object, got <class.*write likelihoods\.Categorical\(\)",
     ),
     "model: a loss as likelihood": (
         lambda: model(nn.CrossEntropyLoss(reduction="none")),
         TypeError,
-        r"CrossEntropyLoss is a loss, .*likelihoods\.Categorical\(\)\. ",
+        r"CrossEntropyLoss is a loss, .*likelihoods\.Categorical\(\)",
     ),
     "model: a Dice loss as likelihood": (
         lambda: log_joint(
@@ -424,7 +385,7 @@ TABLE = {
     "model: a distribution as prior": (
         lambda: model(prior=Normal(0.0, 1.0)),
         TypeError,
-        r"prior must be callable, got Normal.*write NormalPrior\(1\.0\) or DistributionPrior",
+        r"prior must be a callable object, got Normal.* NormalPrior\(1\.0\) or DistributionPrior",
     ),
     "model: num_data zero": (lambda: model(num_data=0), ValueError, r"number of observations.*got 0"),
     "model: num_data not set": (
@@ -435,24 +396,18 @@ TABLE = {
     "model: parameters a dict": (
         lambda: model(parameters={"0.weight": T}),
         TypeError,
-        r"parameters= expects Parameters, got dict; write Parameters\.of\(net, select\)",
+        r"write parameters=Parameters\.of\(net, select\), without constraints, got \{",
     ),
     "model: parameters of another network": (
         lambda: model(parameters=vi.Parameters.of(nn.Linear(3, 2))),
         ValueError,
         r"the network has no tensor 'weight' of shape \(2, 3\)",
     ),
-    "model: forward no function": (lambda: model(forward="net"), TypeError, r"forward= must be a function.*got 'net'"),
     "model: chunk zero": (lambda: model(chunk=0), ValueError, r"chunk must be None or an integer ≥ 1, got 0"),
     "model: checkpointed vmap": (
         lambda: model(evaluation="vmap", checkpoint_activations=True),
         ValueError,
         r'checkpoint_activations=True takes one draw at a time: use evaluation="auto" or "loop"',
-    ),
-    "model: precision": (
-        lambda: setattr(model(), "precision", torch.float32),
-        ValueError,
-        r"precision must be None, torch\.bfloat16 or torch\.float16, got torch\.float32",
     ),
     "model: wrong P": (lambda: model().log_prior(torch.zeros(2, 25)), ValueError, r"P = 26, got \(2, 25\)"),
     "prior: a scalar": (
@@ -469,7 +424,6 @@ TABLE = {
         ValueError,
         r"exactly one of the keys \('target',.*got \['truth', 'x'\]",
     ),
-    "batch: dict without input": (lambda: log_joint({"y": T}), ValueError, r"has a target 'y' but no input"),
     "batch: empty": (
         lambda: log_joint((X[:0], T[:0]), model(network=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))),
         ValueError,
@@ -481,6 +435,7 @@ TABLE = {
         ValueError,
         r"batch has 6 observations, more than num_data = 5",
     ),
+    "keys: no pair": (lambda: model(keys=((), "label")), TypeError, r"keys must be \(input, target\)"),
     "forward: no pair": (
         lambda: log_joint((X, T), model(forward=lambda net, batch: net(batch[0]))),
         TypeError,
@@ -532,11 +487,6 @@ TABLE = {
     "mixture: no component": (lambda: vi.Mixture(vi.MeanField(), 0), ValueError, r"integer ≥ 1, got 0"),
     "mixture: not a family": (lambda: vi.Mixture(3), TypeError, r"a family or a list of families, got 3"),
     "mixture: bound part": (lambda: vi.Mixture(family(), 2), ValueError, r"bound already.*copies would coincide"),
-    "mixture: other spaces": (
-        lambda: vi.Mixture([family(vi.MAP()), family(vi.MAP(), OTHER)]),
-        ValueError,
-        r"must share their tensors",
-    ),
     "mixture: points and densities": (
         lambda: density(vi.Mixture([vi.MAP(), vi.MeanField()])),
         ValueError,
@@ -556,14 +506,13 @@ TABLE = {
     "mixture: some bound": (
         lambda: vi.Mixture([vi.MeanField(), family()]),
         ValueError,
-        r"all recipes or all bound, got bound = \[False, True\]",
+        r"all recipes or all bound",
     ),
-    "mixture: one part twice": (lambda: vi.Mixture([family()] * 2), ValueError, r"in the list twice"),
     "blocks: unmatched": (lambda: family(vi.PerLayer({"a": vi.MAP()})), ValueError, r"matches b; add one"),
     "blocks: overlapping": (
         lambda: family(vi.PerLayer({"a": vi.MAP(), "[ab]": vi.MeanField()})),
         ValueError,
-        r"match several",
+        r"matches \['a', '\[ab\]'\]",
     ),
     "blocks: unused": (
         lambda: family(vi.PerLayer({"c": vi.MAP(), "*": vi.MeanField()})),
@@ -571,16 +520,16 @@ TABLE = {
         r"\['c'\] are left without a tensor",
     ),
     "blocks: a mixture inside": (
-        lambda: density(vi.PerLayer({"a": vi.Mixture(vi.MeanField(), 2), "*": vi.MAP()})).draw(2),
-        ValueError,
-        r"weights its own draws",
+        lambda: density(vi.PerLayer({"a": vi.Mixture(vi.MeanField(), 2), "*": vi.MAP()})),
+        TypeError,
+        r"Gaussian families and MAP",
     ),
-    "dropout: keep above 1": (lambda: vi.MCDropout(keep=1.5), ValueError, r"in \[0, 1\], got 1\.5"),
+    "dropout: keep above 1": (lambda: vi.MCDropout(keep=1.5), ValueError, r"in \[0, 1\].*, got 1\.5"),
     "dropout: per layer": (lambda: vi.MCDropout(per="layer"), ValueError, r"'weight', 'input', 'output'"),
     "dropout: too many states": (
-        lambda: density(vi.MCDropout(), vi.Parameters({"z": torch.zeros(21)})).support(),
+        lambda: density(vi.MCDropout(), vi.Parameters({"z": torch.zeros(30)})).support(),
         ValueError,
-        r"2\^21 states.*at most 20",
+        r"2\^30 states",
     ),
     "prior: pattern without tensor": (
         lambda: model(prior=vi.priors.NormalPrior({"head.*": 1.0, "*": 1.0})),
@@ -673,33 +622,7 @@ TABLE = {
         FileNotFoundError,
         r"cannot write no such directory/a\.safetensors: there is no directory no such directory; make it first",
     ),
-    "fit: x and t": (
-        lambda: posterior().fit(X, T),
-        TypeError,
-        r"fit\(loader\) got 2 arguments by position: give data as one argument, DataLoader\(TensorDataset\(x, t\)",
-    ),
-    "laplace: x and t": (lambda: posterior().laplace(X, T), TypeError, r"DataLoader\(TensorDataset\(x, t\)"),
     "fit: a tensor": (lambda: posterior().fit(X, epochs=1), TypeError, r"got a tensor; wrap it: DataLoader"),
-    "fit: a mistyped option": (
-        lambda: posterior().fit([(X, T)], epoch=1),
-        TypeError,
-        r"fit has no argument 'epoch'; did you mean 'epochs'\?",
-    ),
-    "fit: an option of another package": (
-        lambda: posterior().fit([(X, T)], epochs=1, num_samples=3),
-        TypeError,
-        r"fit has no argument 'num_samples'; (there are accumulate, |did you mean)",
-    ),
-    "variationalize: a mistyped option": (
-        lambda: vi.variationalize(net(), likelihoods.Gaussian(0.5), familly=vi.MeanField()),
-        TypeError,
-        r"did you mean 'family'\?",
-    ),
-    "fit_density: a mistyped option": (
-        lambda: vi.fit_density(TARGET, vi.MeanField(), max_evaluation=10),
-        TypeError,
-        r"did you mean 'max_evaluations'\?",
-    ),
     "fit: without gradients": (
         lambda: torch.no_grad()(posterior().fit)([(X, T)], steps=1),
         ValueError,
@@ -753,25 +676,6 @@ def test_bad_input(case):
         call()
     assert type(caught.value) is exception or (exception is ValueError and caught.type is vi.NonFiniteError)
     assert re.search(message, str(caught.value), flags=re.DOTALL), str(caught.value)
-
-
-@pytest.mark.parametrize("act", ["fit", "predict"])
-@pytest.mark.parametrize(
-    ("weights", "x", "note"),
-    [
-        (torch.float32, X.double(), r"\(6, 3\) of torch\.float64; convert them: x\.float\(\)$"),
-        (torch.float64, X, r"\(6, 3\) of torch\.float32; convert them: x\.to\(torch\.float64\)$"),
-        (torch.float32, torch.zeros(6, 4), r"\(6, 4\) of torch\.float32$"),
-    ],
-    ids=["float64", "float32", "width"],
-)
-def test_inputs_that_the_network_cannot_take_are_named(act, weights, x, note):
-    bayes = vi.variationalize(net().to(weights), likelihoods.Gaussian(0.5), vi.MeanField(), num_data=6)
-    with pytest.raises(RuntimeError) as caught:
-        bayes.predict(x) if act == "predict" else bayes.fit([(x, T)], steps=1, progress=False)
-    first, *others = caught.value.__notes__
-    assert re.search(f"with weights of {weights}, was called with inputs {note}", first), first
-    assert others == (["in batch 0 of epoch 0"] if act == "fit" else [])
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(1), nn.LogSoftmax(1), nn.Sigmoid(), nn.Identity()])

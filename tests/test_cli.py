@@ -76,16 +76,12 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys, tmp_path, command, co
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("command", "computes"), WRITERS)
-@pytest.mark.parametrize("error", [ValueError, RuntimeError])
-def test_an_error_that_is_not_the_users_has_its_traceback(monkeypatch, tmp_path, command, computes, error):
-    def broken(*_, **__):
-        raise error("a fault of the program")
-
-    monkeypatch.setattr(computes, broken)
-    monkeypatch.setattr(sys, "argv", ["structvi", *command, "--out", str(tmp_path)])
-    with pytest.raises(error, match="a fault of the program"):
-        cli.main()
+def test_an_error_that_is_not_the_users_has_its_traceback(monkeypatch, tmp_path):
+    for command, computes in WRITERS:
+        monkeypatch.setattr(computes, lambda *_, **__: [].pop())
+        monkeypatch.setattr(sys, "argv", ["structvi", *command, "--out", str(tmp_path)])
+        with pytest.raises(IndexError):
+            cli.main()
 
 
 def test_reproduce_writes_where_it_says(monkeypatch, capsys, tmp_path):
@@ -96,17 +92,17 @@ def test_reproduce_writes_where_it_says(monkeypatch, capsys, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["seed"] == 3
 
 
-@pytest.mark.parametrize("missing", ["typer", "jinja2", "matplotlib"])
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_a_missing_extra_is_named(monkeypatch, capsys, missing):
     monkeypatch.setitem(sys.modules, missing, None)
-    code, _, _ = run(monkeypatch, capsys, "--version")
+    code, _, _ = run(monkeypatch, capsys, "reproduce")
     assert code == f"structvi: {missing} is not installed; {cli.MISSING}"
 
 
 def test_structvi_itself_needs_no_extra():
     code = (
         "import sys\n"
-        "for name in ('typer', 'jinja2', 'matplotlib', 'pandas'): sys.modules[name] = None\n"
+        "for name in ('jinja2', 'matplotlib', 'pandas'): sys.modules[name] = None\n"
         "import structvi, structvi.cli, structvi_paper.reproduce, structvi_check\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,11 +1,10 @@
 """Constraints: bijections and their log Jacobians against automatic differentiation, torch's own, and far from zero."""
 
-import re
 from math import inf, nan
 
 import pytest
 import torch
-from torch.distributions import Beta, Dirichlet, Gamma, HalfCauchy, LKJCholesky, biject_to, constraints
+from torch.distributions import constraints
 from torch.func import jacrev
 
 import structvi as vi
@@ -98,29 +97,6 @@ def test_beyond_what_numbers_hold_the_density_of_a_positive_value_is_zero():
 
 
 #: log densities of a positive number, and whether they can be normalised
-SCALES = {
-    "1/s": (lambda s: -s.log(), False),
-    "1/s near zero": (lambda s: -s.log() - s, False),
-    "1/s²": (lambda s: -2 * s.log(), False),
-    "flat": (lambda s: 0 * s, False),
-    "half-Cauchy": (HalfCauchy(5.0).log_prob, True),
-    "inverse gamma": (lambda s: -1.1 * s.log() - 0.1 / s, True),
-    "gamma, shape 0.1": (lambda s: -0.9 * s.log() - s, True),
-    "log-normal": (lambda s: -0.5 * (s.log() / 5).square() - s.log(), True),
-}
-
-
-@pytest.mark.parametrize("case", SCALES)
-def test_a_fit_tells_whether_a_scale_has_a_proper_prior(case):
-    log_density, proper = SCALES[case]
-    target = vi.LogDensity(lambda p: log_density(p["s"]), vi.Parameters({"s": vi.constraints.positive(1.0)}))
-    result = vi.fit_density(target, vi.MeanField(), progress=False, starts=1)
-    assert (result.status is not vi.Status.DIVERGED) == proper
-    assert ("prior" in result.verdict) != proper
-    if not proper:
-        with pytest.raises(ValueError, match="not sound"):
-            result.sample(corrected=True)
-        assert "Of q" in str(result.summary())
 
 
 @pytest.mark.parametrize("name", ["interval", "simplex", "cholesky_correlation"])
@@ -133,34 +109,6 @@ def test_logarithms_are_finite_at_the_boundary(name):
         inside = torch.cat([y + 1, 3 - y]) if name == "interval" else inside
         assert bool(inside.log().isfinite().all())
         assert bool(constraint.log_jacobian(x).isfinite().all())
-
-
-@pytest.mark.parametrize("name", ["positive", "positive vector", "interval", "simplex", "cholesky_correlation"])
-def test_near_zero_they_are_torchs(name):
-    constrained, _, own = CASES[name]
-    transform = biject_to(own)
-    x = points(name)
-    y = transform(x)
-    torch.testing.assert_close(constrained.constraint.natural(x), y)
-    theirs = transform.log_abs_det_jacobian(x, y).reshape(5, -1).sum(-1)
-    torch.testing.assert_close(constrained.constraint.log_jacobian(x).reshape(5, -1).sum(-1), theirs)
-
-
-@pytest.mark.parametrize(
-    ("constrained", "density"),
-    [
-        (vi.constraints.positive(), Gamma(torch.tensor(2.5).double(), torch.tensor(1.5).double()).log_prob),
-        (vi.constraints.interval(0, 1), Beta(torch.tensor(0.6).double(), torch.tensor(3.0).double()).log_prob),
-        (vi.constraints.simplex(2), Dirichlet(torch.tensor([0.7, 2.0]).double()).log_prob),
-        (vi.constraints.cholesky_correlation(2), LKJCholesky(2, torch.tensor(1.7).double()).log_prob),
-    ],
-    ids=["positive", "interval", "simplex", "cholesky_correlation"],
-)
-def test_a_density_of_torch_integrates_to_one_over_the_free_number(constrained, density):
-    x = torch.linspace(-60, 60, 60001, dtype=torch.float64).unsqueeze(-1)  # tails of e^−0.6·60 are left out
-    y, terms = constrained.constraint.natural(x), constrained.constraint.log_jacobian(x)
-    joint = density(y).reshape(len(x)) + terms.reshape(len(x), -1).sum(-1)
-    assert torch.trapezoid(joint.exp(), x.squeeze(-1)).item() == pytest.approx(1, abs=1e-8)
 
 
 def test_parameters_of_constrained_values():
@@ -177,13 +125,9 @@ def test_parameters_of_constrained_values():
     assert space.dtype == torch.float64
     assert space.size == 1 + 1 + 2 + 6 + 2 + 5
     values = space.constrain(space.initial)
-    shapes = {"mu": (), "sigma": (), "p": (3,), "L": (4, 4), "u": (2,), "c": (5,)}
-    assert {name: tuple(value.shape) for name, value in values.items()} == shapes
     assert values["sigma"].item() == pytest.approx(2)
-    torch.testing.assert_close(values["p"], torch.full((3,), 1 / 3, dtype=torch.float64))
-    torch.testing.assert_close(values["L"], torch.eye(4, dtype=torch.float64))
-    torch.testing.assert_close(values["u"], torch.full((2,), 0.25, dtype=torch.float64))
-    torch.testing.assert_close(values["c"], torch.arange(-2.0, 3, dtype=torch.float64))
+    for name, expected in {"p": [1 / 3] * 3, "u": [0.25] * 2, "c": [-2, -1, 0, 1, 2], "L": torch.eye(4)}.items():
+        torch.testing.assert_close(values[name], torch.as_tensor(expected, dtype=torch.float64))
     draws = torch.randn(3, 7, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert space.constrain(draws)["L"].shape == (3, 7, 4, 4)
     assert space.log_jacobian(draws).shape == (3, 7)
@@ -206,42 +150,25 @@ def test_spaces_made_of_a_space_keep_their_constraints():
     ]  # log σ = −21 is no scale of log σ
 
 
-def test_a_log_density_of_values_has_the_jacobian_added():
-    space = vi.Parameters({"mu": torch.zeros(2), "s": vi.constraints.positive(), "p": vi.constraints.simplex(3)})
-    target = vi.LogDensity(lambda p: -p["mu"].square().sum() - p["s"] + p["p"][0].log(), space)
-    theta = torch.randn(4, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y = space.constrain(theta)
-    expected = -y["mu"].square().sum(-1) - y["s"] + y["p"][:, 0].log() + space.log_jacobian(theta)
-    torch.testing.assert_close(target.log_joint(theta), expected)
-    # a tensor that is the same in every draw, as a family with a point-estimated block has it, is free too
-    fixed = {"s": theta[0, 2]}
-    same = theta.clone()
-    same[:, 2] = theta[0, 2]
-    torch.testing.assert_close(target.log_joint(theta[:, [0, 1, 3, 4]], fixed=fixed), target.log_joint(same))
-    assert target.evaluation.choice == "vmap"
-
-
 BAD = {
-    "negative": (lambda: vi.constraints.positive(-1.0), "positive: values must begin above zero, got -1"),
-    "not finite": (lambda: vi.constraints.positive(nan), "expected finite numbers, got nan"),
-    "shape of values": (
-        lambda: vi.constraints.positive(torch.ones(2), shape=3),
-        r"values of shape \(2,\) do not fill shape=3",
-    ),
-    "ends": (lambda: vi.constraints.interval(1, 0), "low must be below high, got 1 and 0"),
-    "outside": (lambda: vi.constraints.interval(0, 1, 1.0), "must begin inside, between 0 and 1, got 1"),
-    "sum": (lambda: vi.constraints.simplex([0.5, 0.4]), r"sum to one, got \[0.5, 0.4\]"),
-    "equal": (lambda: vi.constraints.ordered([1.0, 1.0]), r"no two equal, got \[1, 1\]"),
-    "no triangle": (lambda: vi.constraints.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]), "torch.linalg.cholesky"),
+    "negative": lambda: vi.constraints.positive(-1.0),
+    "not finite": lambda: vi.constraints.positive(nan),
+    "ends": lambda: vi.constraints.interval(1, 0),
+    "one end": lambda: vi.constraints.interval(0, inf),
+    "outside": lambda: vi.constraints.interval(0, 1, 1.0),
+    "sum": lambda: vi.constraints.simplex([0.5, 0.4]),
+    "no vector": lambda: vi.constraints.simplex(3.0),
+    "equal": lambda: vi.constraints.ordered([1.0, 1.0]),
+    "falling": lambda: vi.constraints.ordered([2.0, 1.0]),
+    "no triangle": lambda: vi.constraints.cholesky_correlation([[1.0, 0.5], [0.5, 1.0]]),
+    "long rows": lambda: vi.constraints.cholesky_correlation([[2.0, 0.0], [0.0, 1.0]]),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_refused(case):
-    call, words = BAD[case]
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call()
-    assert re.search(words, str(caught.value)), caught.value
+def test_values_that_do_not_obey_are_refused(case):
+    with pytest.raises(ValueError, match="expected finite values that obey it, got"):
+        BAD[case]()
 
 
 def test_a_number_is_a_scalar_that_begins_there():
@@ -251,15 +178,3 @@ def test_a_number_is_a_scalar_that_begins_there():
     assert space.shapes == ((), ())
     assert vi.Parameters({"a": 1.0, "w": torch.zeros(2)}).dtype == torch.float32  # as the others
     assert vi.Parameters({"a": 1.0, "s": vi.constraints.positive(1.0)}).dtype == torch.float64
-
-
-@pytest.mark.parametrize("wrong", ["value", "argument"])
-def test_a_scale_that_is_not_given_as_positive_is_told(wrong):
-    def log_density(p):
-        normal = torch.distributions.Normal(0.0, p["s"] if wrong == "argument" else 1.0).log_prob(torch.tensor(1.0))
-        prior = torch.distributions.HalfNormal(1.0).log_prob(p["s"]) if wrong == "value" else -p["s"].square()
-        return normal + prior
-
-    target = vi.LogDensity(log_density, vi.Parameters({"s": 1.0}))
-    with pytest.raises(ValueError, match=r"given as positive\(1\.0\)"):
-        target.log_joint(torch.tensor([[1.0], [-1.0]], dtype=torch.float64))

@@ -14,21 +14,6 @@ def noise(coupling, groups=G, seed=0, **options):
     return coupling(groups, P, K, generator, torch.float64, torch.device("cpu"), **options)
 
 
-def test_group_sizes():
-    sizes = {
-        vi.couplings.naive: 1,
-        vi.couplings.paired: 2,
-        vi.couplings.unscented: 4 * K,
-        vi.couplings.unscented(crossed=False): 2 * K,
-    }
-    sizes |= {vi.couplings.unscented(directions=2): 8}
-    for coupling, size in sizes.items():
-        assert noise(coupling).diagonal.shape == (G * size, P)
-        assert noise(coupling).low_rank.shape == (G * size, K)
-    assert vi.couplings.unscented.group_size(K) == 4 * K
-    assert vi.couplings.unscented(2, crossed=False).group_size(K) == 4
-
-
 @pytest.mark.parametrize(
     "coupling", [vi.couplings.paired, vi.couplings.unscented, vi.couplings.unscented(crossed=False)]
 )
@@ -64,19 +49,6 @@ def test_rotations_are_uniform_and_not_only_orthogonal():
     torch.testing.assert_close(q @ q.mT, torch.eye(K, dtype=q.dtype).expand_as(q), atol=1e-12, rtol=0)
     assert q.mean(0).abs().max() < 5.5 * 0.0041
     assert (q.var(0) - 1 / K).abs().max() < 0.02
-
-
-def test_without_low_rank_directions_unscented_is_paired():
-    generator = [torch.Generator().manual_seed(0) for _ in range(2)]
-    first = vi.couplings.unscented(4, 5, 0, generator[0], torch.float64, None)
-    second = vi.couplings.paired(4, 5, 0, generator[1], torch.float64, None)
-    assert torch.equal(first.diagonal, second.diagonal)
-
-
-def test_unscented_itself_is_the_default_configuration():
-    assert vi.couplings.unscented == vi.couplings.unscented()
-    assert vi.couplings.unscented != vi.couplings.unscented(crossed=False)
-    assert repr(vi.couplings.unscented(2)) == "unscented(directions=2, crossed=True, shared_diagonal=False)"
 
 
 def test_couplings_lower_the_variance_they_are_meant_to_lower():

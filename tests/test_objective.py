@@ -44,31 +44,6 @@ def test_path_and_log_q_have_the_same_value_on_the_same_draws():
     torch.testing.assert_close(path, log_q, rtol=1e-12, atol=0)
 
 
-def test_elbo_is_the_mean_over_groups():
-    q = vi.LowRankNormal(2).bind(SPACE, seeded())
-    groups = vi.objective.elbo_terms(
-        q, TARGET, estimator=vi.Estimator(groups=5, coupling=vi.couplings.unscented), generator=seeded()
-    ).objective()
-    assert groups.shape == (5,)
-    torch.testing.assert_close(
-        groups.mean(),
-        vi.elbo(q, TARGET, estimator=vi.Estimator(groups=5, coupling=vi.couplings.unscented), generator=seeded()),
-    )
-
-
-def test_same_seed_same_bits():
-    q = vi.LowRankNormal(2).bind(SPACE, seeded())
-
-    def gradients():
-        q.zero_grad()
-        vi.elbo(
-            q, TARGET, estimator=vi.Estimator(groups=3, coupling=vi.couplings.unscented), generator=seeded(7)
-        ).backward()
-        return [p.grad.clone() for p in q.parameters()]
-
-    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
-
-
 @pytest.mark.parametrize("estimator", ["path", "log_q", "entropy"])
 def test_a_point_mass_maximises_the_log_joint(estimator):
     q = vi.MAP().bind(vi.Parameters({"z": torch.ones(3, dtype=torch.float64)}))

@@ -1,15 +1,12 @@
 """Parameters: selection, views, initialisation scales and fresh draws."""
 
-import threading
 from math import sqrt
 
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from structvi import BayesianModel, Parameters, likelihoods
-from structvi.models.priors import NormalPrior
+from structvi import Parameters
 from structvi.parameters import FREE_SCALE_FLOOR, SCALE_FLOOR
 
 
@@ -48,51 +45,10 @@ class TestSelection:
     def test_by_pattern_and_by_predicate(self, select, exclude, names):
         assert Parameters.of(mlp(), select, exclude).names == names
 
-    def test_values_shapes_and_places(self):
-        net = mlp().double()
-        space = Parameters.of(net)
-        assert space.size == sum(p.numel() for p in net.parameters()) == len(space.initial)
-        assert (space.dtype, space.device) == (torch.float64, torch.device("cpu"))
-        for name, tensor in net.named_parameters():
-            assert torch.equal(space.initial[space.slice(name)], tensor.detach().reshape(-1))
-        assert not space.initial.requires_grad
-
     @pytest.mark.parametrize("pattern", ["encode.weight", "decode.weight", "*"])
     def test_tied_tensors_are_taken_once_by_any_of_their_names(self, pattern):
         space = Parameters.of(Tied(), pattern)
         assert [name for name in space.names if "weight" in name] == ["encode.weight"]
-
-    def test_tied_tensor_is_excluded_by_its_other_name(self):
-        assert Parameters.of(Tied(), "*", "decode.weight").names == ("decode.bias",)
-
-    def test_a_drawn_tied_tensor_is_used_in_both_places(self):
-        net = Tied()
-        model = BayesianModel(net, likelihoods.Categorical(), NormalPrior(), num_data=4)
-        theta = torch.randn(2, model.space.size)
-        x = torch.tensor([0, 1, 4])
-        outputs = model.outputs(theta, x)
-        for row, output in zip(theta, outputs, strict=True):
-            named = model.space.unravel(row)
-            weight, bias = named["encode.weight"], named["decode.bias"]
-            torch.testing.assert_close(output, weight[x] @ weight.T + bias)
-            torch.testing.assert_close(output, functional_call(net, named, (x,)))
-
-    def test_unselected_tensors_are_held_at_their_present_values(self):
-        net = mlp()
-        model = BayesianModel(
-            net, likelihoods.Gaussian(1.0), NormalPrior(), num_data=5, parameters=Parameters.of(net, "2.*")
-        )
-        with torch.no_grad():
-            net[0].bias += 1  # after the selection: the present values count, not those at selection time
-        x, t = torch.randn(5, 3), torch.randn(5, 2)
-        theta = torch.randn(3, model.space.size, requires_grad=True)
-        hidden = net[1](net[0](x))
-        weight, bias = model.space.unravel(theta)["2.weight"], model.space.unravel(theta)["2.bias"]
-        torch.testing.assert_close(model.outputs(theta, x), hidden @ weight.mT + bias.unsqueeze(1))
-        model.log_joint(theta, (x, t)).sum().backward()
-        assert theta.grad is not None
-        assert bool((theta.grad != 0).all())
-        assert all(p.grad is None for p in net.parameters())
 
 
 class TestViews:
@@ -125,11 +81,6 @@ class TestViews:
         assert torch.equal(whole[:, torch.arange(11) != 6], theta)
         assert torch.autograd.grad(whole.sum(), shared)[0].item() == 3.0
 
-    def test_append_puts_them_last(self):
-        larger = self.space.append({"c": torch.ones(2)})
-        assert larger.names == ("a", "s", "b", "c")
-        assert torch.equal(larger.initial, torch.cat([self.space.initial, torch.ones(2)]))
-
 
 class Transformer(nn.Module):
     """The habit of a model hub: the root initialises each part."""
@@ -143,16 +94,6 @@ class Transformer(nn.Module):
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
-
-
-class OwnInitialiser(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(40, 50)
-
-    def _init_weights(self):
-        nn.init.normal_(self.linear.weight, std=0.3)
-        nn.init.constant_(self.linear.bias, 0.01)
 
 
 class NoInitialiser(nn.Module):
@@ -188,7 +129,6 @@ SCALES = {
         Transformer,
         {"linear.weight": 0.02, "linear.bias": SCALE_FLOOR, "norm.weight": 1.0, "norm.bias": SCALE_FLOOR},
     ),
-    "_init_weights()": (OwnInitialiser, {"linear.weight": 0.3, "linear.bias": SCALE_FLOOR}),
     "no initialiser": (NoInitialiser, {"gain": sqrt(12.5), "shift": SCALE_FLOOR}),
 }
 
@@ -210,26 +150,10 @@ class TestScales:
             if expected[name] in (SCALE_FLOOR, 1.0) and layer != "Embedding":  # constants are exact
                 assert scale == pytest.approx(expected[name], rel=1e-6)
 
-    def test_floor_is_for_constants_alone(self):
-        net = NoInitialiser()
-        with torch.no_grad():
-            net.gain.copy_(torch.tensor([3e-4, -4e-4]))
-            net.shift.fill_(1e-5)
-        assert Parameters.of(net).scales.tolist() == pytest.approx([sqrt(12.5e-8), SCALE_FLOOR])
-
     def test_without_a_network(self):
         space = Parameters({"z": torch.zeros(3), "w": torch.full((2,), -10.0)})
         assert space.scales.tolist() == [FREE_SCALE_FLOOR, 10.0]
         assert space.scale.tolist() == [FREE_SCALE_FLOOR] * 3 + [10.0] * 2
-
-    def test_same_scales_whatever_the_global_stream_and_it_is_left_alone(self):
-        net = mlp()
-        torch.manual_seed(1)
-        state = torch.get_rng_state()
-        first = Parameters.of(net).scales
-        assert torch.equal(torch.get_rng_state(), state)
-        torch.manual_seed(2)
-        assert torch.equal(Parameters.of(net).scales, first)
 
 
 class TestFresh:
@@ -241,39 +165,9 @@ class TestFresh:
         assert bool((a != c).all())
         assert torch.equal(torch.get_rng_state(), state)
 
-    def test_without_a_generator_the_global_stream_gives_the_seed(self):
-        space = Parameters.of(mlp())
-        torch.manual_seed(3)
-        a, b = space.fresh(), space.fresh()
-        torch.manual_seed(3)
-        assert torch.equal(space.fresh(), a)
-        assert not torch.equal(a, b)
-
     def test_the_network_is_left_as_it_was(self):
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         net(torch.randn(8, 3))  # running statistics off their initial values
         before = {name: t.clone() for name, t in net.state_dict().items()}
         Parameters.of(net).fresh(torch.Generator().manual_seed(1))
         assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
-
-    def test_current_values_where_a_layer_has_no_initialiser(self):
-        class Mixed(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.gain = nn.Parameter(torch.tensor([3.0, -4.0]))
-                self.linear = nn.Linear(2, 2)
-
-        space = Parameters.of(Mixed())
-        fresh = space.unravel(space.fresh(torch.Generator().manual_seed(1)))
-        assert fresh["gain"].tolist() == [3.0, -4.0]
-        assert bool((fresh["linear.weight"] != space.unravel(space.initial)["linear.weight"]).all())
-
-    @pytest.mark.parametrize("what", ["a tensor with a graph", "a lock"])
-    def test_a_network_that_cannot_be_copied_warns(self, what):
-        net = nn.Linear(3, 4)
-        net.cache = net.weight * 2 if what == "a tensor with a graph" else threading.Lock()
-        space = Parameters.of(net)
-        with pytest.warns(UserWarning, match="cannot be copied.*current values stand in"):
-            assert torch.equal(space.fresh(torch.Generator()), space.initial)
-        with pytest.warns(UserWarning, match="cannot be copied"):
-            assert space.scales.tolist() == pytest.approx([p.square().mean().sqrt().item() for p in net.parameters()])

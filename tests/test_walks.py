@@ -78,21 +78,3 @@ def test_a_log_density():
     result = vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
     assert result.family().mean.tolist() == pytest.approx([0, 0, 1], abs=1e-4)
     assert result.family().variance.tolist() == pytest.approx([4, 4, 1], rel=1e-3)
-
-
-def test_a_killed_fit_goes_on_where_it_was(tmp_path):
-    def made():
-        return vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField())
-
-    whole, cut = made(), made()
-    whole.fit(loader(), epochs=4, progress=False)
-
-    def kill(history):
-        if len(history) == 15:
-            raise RuntimeError("killed")
-
-    with pytest.raises(RuntimeError, match="killed"):
-        cut.fit(loader(), epochs=4, progress=False, checkpoint=vi.Checkpoint(tmp_path, every=6), callback=kill)
-    again = made()
-    again.fit(loader(), epochs=4, progress=False, checkpoint=vi.Checkpoint(tmp_path, resume=True))
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))

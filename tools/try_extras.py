@@ -31,7 +31,7 @@ TRIED = {
     "plots": PICTURES + FITTED + "vi.plots.predictive_band(x[:, 0], bayes.predict(x))",
     "metrics": FITTED + "print(vi.metrics.ood_auroc(bayes, data, data, score='variance'))",
     "diagnostics": FITTED + "print(bayes.diagnose(data, gradients=False))\nbayes.to_arviz(data, draws=50)",
-    "lightning": "from structvi.integrations.lightning import BayesianModule, PosteriorCallback\nPosteriorCallback()",
+    "lightning": "from structvi.integrations.lightning import BayesianModule\nprint(BayesianModule)",
     "sklearn": "import numpy as np\n"
     "from structvi.integrations.sklearn import BayesianRegressor\n"
     "X = np.random.default_rng(0).normal(size=(40, 2))\n"

@@ -61,7 +61,7 @@ class BentDensity(vi.Density):
         return self.scale.square() + 2 * self.bend.square() * self.scale[0] ** 4
 
     def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
-        check_draw(groups, coupling, generator, self.location.device)
+        check_draw(groups, generator)
         noise = coupling(groups, self.P, 0, generator, self.location.dtype, self.location.device).diagonal  # [S, P]
         z = self.scale * noise
         theta = self.location + z + self.bend * (z[:, :1] ** 2 - self.scale[0] ** 2)
@@ -197,5 +197,5 @@ for recipe in (vi.MeanField(), Plain()):
 # `form.diagonal()` and `form.low_rank(rank, of_precision)` are the nearest roots of your family's shape. The law
 # "normal" of `check_family` compares `normal` and `set_normal` with the density.
 #
-# A Gaussian of a new shape derives from `structvi.families.gaussian.Gaussian`: `location` and six methods, and draws,
+# A Gaussian of a new shape derives from `structvi.families.gaussian.Gaussian`: `location` and three methods, and draws,
 # score, entropy, covariances and `kl` follow. A flow from zuko is the short way again: `examples/flow.py`.

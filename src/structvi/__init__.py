@@ -1,9 +1,9 @@
 """structvi: any PyTorch model, or any log density, becomes a variational posterior."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from . import constraints, couplings, optim
+from . import constraints, couplings, diagnostics, imaging, optim, plots
+from .density.api import fit_density
+from .density.result import DensityFit
+from .density.summary import Summary
 from .ensemble.ensemble import Ensemble
 from .ensemble.many import fit_many
 from .families import (
@@ -23,6 +23,7 @@ from .families import (
     kl,
 )
 from .files.file import CheckpointError
+from .loading import load
 from .models import likelihoods, priors
 from .models.bayesian_model import BayesianModel
 from .models.target import LogDensity
@@ -31,40 +32,13 @@ from .parameters import Parameters
 from .posterior import Posterior, variationalize, variationalize_head
 from .predict import metrics
 from .predict.predictive import Predictive
+from .predict.tiles import predict_tiles
 from .result import Result, Status
 from .train.checkpoint import Checkpoint
-from .train.loop import Schedule
+from .train.fit import Schedule
 from .train.result import FitResult
 from .train.step import Compute
 from .util import __version__
-
-if TYPE_CHECKING:
-    from . import diagnostics, imaging, plots
-    from .density.api import fit_density
-    from .density.result import DensityFit
-    from .density.summary import Summary
-    from .loading import load
-    from .predict.tiles import predict_tiles
-
-#: names that few programs use → the modules that have them, loaded when they are asked for
-_LATER = {
-    "DensityFit": "density.result",
-    "Summary": "density.summary",
-    "diagnostics": "diagnostics",
-    "fit_density": "density.api",
-    "load": "loading",
-    "imaging": "imaging",
-    "plots": "plots",
-    "predict_tiles": "predict.tiles",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_LATER[name]}", __name__)
-    return module if _LATER[name] == name else getattr(module, name)
-
 
 __all__ = [
     "MAP",

@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad, softplus
 
-from .util.checks import is_integer
-
 Shape = int | Sequence[int]
 Values = float | Sequence[Any] | Tensor
-
-#: how far the sum of a simplex, or the length of a row of a correlation's root, may be from one
-ROUNDING = 1e-6
 
 
 class Constraint(ABC):
@@ -203,17 +198,16 @@ def free_tensors(tensors: Mapping[str, Tensor | Constrained | float], dtype: tor
     """
     plain = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
     like = plain[0] if plain else torch.zeros((), dtype=torch.float64)
-    tensors = {name: like.new_tensor(t) if isinstance(t, int | float) else t for name, t in tensors.items()}
-    plain = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
-    if dtype is None and len(plain) < len(tensors):
+    if dtype is None and any(isinstance(tensor, Constrained) for tensor in tensors.values()):
         dtype = torch.float64
     free = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, Constrained):
-            tensor = tensor.constraint.free(tensor.initial)
-            tensor = tensor.to(plain[0].device) if plain else tensor
-        convert = dtype is not None and isinstance(tensor, Tensor) and tensor.dtype.is_floating_point
-        free[name] = tensor.to(dtype) if convert else tensor
+            tensor = tensor.constraint.free(tensor.initial).to(like.device)
+        elif isinstance(tensor, int | float):
+            tensor = like.new_tensor(tensor)
+        is_floating = isinstance(tensor, Tensor) and tensor.dtype.is_floating_point
+        free[name] = tensor.to(dtype or tensor.dtype) if is_floating else tensor
     return free
 
 
@@ -228,10 +222,7 @@ def positive(initial: Values = 1.0, *, shape: Shape = ()) -> Constrained:
         >>> positive(2.0, shape=3).initial
         tensor([2., 2., 2.], dtype=torch.float64)
     """
-    value = _begin("positive", initial, shape, 0)
-    if not bool((value > 0).all()):
-        raise ValueError(f"positive: values must begin above zero, got {_few(value)}")
-    return Constrained(Positive(), value)
+    return _constrained(Positive(), initial, shape)
 
 
 def interval(low: Values, high: Values, initial: Values | None = None, *, shape: Shape = ()) -> Constrained:
@@ -246,16 +237,10 @@ def interval(low: Values, high: Values, initial: Values | None = None, *, shape:
         >>> interval(0, torch.tensor([1.0, 10.0])).initial
         tensor([0.5000, 5.0000], dtype=torch.float64)
     """
-    ends = [_begin("interval", end, (), 0) for end in (low, high)]
-    if not bool((ends[0] < ends[1]).all()):
-        raise ValueError(f"interval: low must be below high, got {_few(ends[0])} and {_few(ends[1])}")
-    value = (ends[0] + ends[1]) / 2 if initial is None else _begin("interval", initial, (), 0)
-    value = _begin("interval", value + torch.zeros_like(ends[0] + ends[1]), shape, 0)
-    if not bool(((ends[0] < value) & (value < ends[1])).all()):
-        raise ValueError(
-            f"interval: values must begin inside, between {_few(ends[0])} and {_few(ends[1])}, got {_few(value)}"
-        )
-    return Constrained(Interval(*ends), value)
+    ends = [torch.as_tensor(end, dtype=torch.float64) for end in (low, high)]
+    middle = (ends[0] + ends[1]) / 2
+    value = middle if initial is None else torch.as_tensor(initial, dtype=torch.float64) + 0 * middle
+    return _constrained(Interval(*ends), value, shape)
 
 
 def simplex(initial: Values, *, shape: Shape = ()) -> Constrained:
@@ -269,14 +254,8 @@ def simplex(initial: Values, *, shape: Shape = ()) -> Constrained:
         >>> simplex(4).initial
         tensor([0.2500, 0.2500, 0.2500, 0.2500], dtype=torch.float64)
     """
-    K = _size("simplex", initial, 2, "parts")
-    value = _begin("simplex", initial if K is None else [1 / K] * K, shape, 1)
-    if value.shape[-1] < 2:
-        raise ValueError(f"simplex: expected at least two parts along the last axis, got shape {tuple(value.shape)}")
-    total = value.sum(-1, keepdim=True)
-    if not bool((value > 0).all() and ((total - 1).abs() <= ROUNDING).all()):
-        raise ValueError(f"simplex: parts must begin above zero and sum to one, got {_few(value)}")
-    return Constrained(Simplex(), value / total)
+    value = [1 / initial] * initial if isinstance(initial, int) else initial
+    return _constrained(Simplex(), value, shape, axes=1)
 
 
 def ordered(initial: Values, *, shape: Shape = ()) -> Constrained:
@@ -290,11 +269,8 @@ def ordered(initial: Values, *, shape: Shape = ()) -> Constrained:
         >>> ordered(5).initial
         tensor([-2., -1.,  0.,  1.,  2.], dtype=torch.float64)
     """
-    K = _size("ordered", initial, 1, "numbers")
-    value = _begin("ordered", initial if K is None else [k - (K - 1) / 2 for k in range(K)], shape, 1)
-    if not bool((value.diff(dim=-1) > 0).all()):
-        raise ValueError(f"ordered: values must increase along the last axis, no two equal, got {_few(value)}")
-    return Constrained(Ordered(), value)
+    value = torch.arange(initial) - (initial - 1) / 2 if isinstance(initial, int) else initial
+    return _constrained(Ordered(), value, shape, axes=1)
 
 
 def cholesky_correlation(initial: Values, *, shape: Shape = ()) -> Constrained:
@@ -312,50 +288,21 @@ def cholesky_correlation(initial: Values, *, shape: Shape = ()) -> Constrained:
         tensor([[1., 0.],
                 [0., 1.]], dtype=torch.float64)
     """
-    K = _size("cholesky_correlation", initial, 2, "rows")
-    value = _begin("cholesky_correlation", initial if K is None else torch.eye(K), shape, 2)
-    if value.shape[-1] != value.shape[-2] or value.shape[-1] < 2:
-        raise ValueError(f"cholesky_correlation: expected square matrices of two rows or more, got {_few(value)}")
-    length = value.norm(dim=-1, keepdim=True)
-    triangle = bool((value.triu(1) == 0).all()) and bool((value.diagonal(dim1=-2, dim2=-1) > 0).all())
-    if not triangle or not bool(((length - 1).abs() <= ROUNDING).all()):
-        raise ValueError(
-            "cholesky_correlation: expected lower triangles with a positive diagonal and rows of length one, got "
-            f"{_few(value)}; of a correlation matrix R give torch.linalg.cholesky(R)"
-        )
-    return Constrained(CholeskyCorrelation(value.shape[-1]), value / length)
+    value = torch.eye(initial) if isinstance(initial, int) else torch.as_tensor(initial)
+    return _constrained(CholeskyCorrelation(len(value.mT)), value, shape, axes=2)
 
 
-def _size(what: str, initial: Any, least: int, unit: str) -> int | None:
-    """The integer that `initial` is, or None for values."""
-    if not isinstance(initial, int | float):
-        return None
-    if not is_integer(initial, least):
-        raise ValueError(f"{what}: expected how many {unit}, an integer ≥ {least}, or a tensor of values to begin at, "
-                         f"got {initial!r}")  # fmt: skip
-    return int(initial)
-
-
-def _begin(what: str, initial: Any, shape: Shape, axes: int) -> Tensor:
-    """Values to begin at in float64: [*shape, *the last axes], finite."""
-    try:
-        value = torch.as_tensor(initial, dtype=torch.float64).detach()
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{what}: expected a number or a tensor of numbers, got {initial!r}") from None
+def _constrained(constraint: Constraint, initial: Any, shape: Shape, axes: int = 0) -> Constrained:
+    """Return the constraint with its values to begin at, [*shape, *the last axes] in float64, which must obey it."""
+    value = torch.as_tensor(initial, dtype=torch.float64).detach()
     lead = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    if value.ndim < axes or value.numel() == 0 or not all(is_integer(n, 1) for n in lead):
-        raise ValueError(f"{what}: expected values with {axes} axes or more and a shape of integers ≥ 1, "
-                         f"got values of shape {tuple(value.shape)} and shape={shape!r}")  # fmt: skip
-    if not bool(value.isfinite().all()):
-        one_end = "; for one end only, write positive and add the end" if what == "interval" else ""
-        raise ValueError(f"{what}: expected finite numbers, got {_few(value)}{one_end}")
     if lead:
-        whole = (*lead, *value.shape[value.ndim - axes :])
-        try:
-            value = value.expand(whole)
-        except RuntimeError:
-            raise ValueError(f"{what}: values of shape {tuple(value.shape)} do not fill shape={shape!r}") from None
-    return value.clone()
+        value = value.expand(*lead, *value.shape[value.ndim - axes :]).clone()
+    free = constraint.free(value) if value.ndim >= axes else torch.tensor(inf)
+    if not bool(free.isfinite().all()) or not torch.allclose(constraint.natural(free), value):
+        also = "; of a correlation matrix R give torch.linalg.cholesky(R)" if axes == 2 else ""
+        raise ValueError(f"{constraint.name}: expected finite values that obey it, got {_few(value)}{also}")
+    return Constrained(constraint, value)
 
 
 def _few(value: Tensor) -> str:

@@ -6,12 +6,13 @@ group, and groups are independent: standard errors are taken over groups.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from .util.checks import is_integer
+from .util.checks import check_integer
 
 
 class Noise(NamedTuple):
@@ -22,15 +23,12 @@ class Noise(NamedTuple):
 
 
 Coupling = Callable[..., Noise]
+Dtype = torch.dtype | None
+Device = torch.device | str | None
 
 
 def naive(
-    groups: int,
-    P: int,
-    K: int,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    groups: int, P: int, K: int, generator: Generator | None = None, dtype: Dtype = None, device: Device = None
 ) -> Noise:
     """Independent draws, one to a group.
 
@@ -39,32 +37,18 @@ def naive(
         torch.Size([3, 5])
     """
     every = torch.randn(groups * (P + K), generator=generator, dtype=dtype, device=device)  # one call for both
-    if K == 0:
-        return Noise(every.view(groups, P), every.new_empty(groups, 0))
     return Noise(every[: groups * P].view(groups, P), every[groups * P :].view(groups, K))
 
 
 def paired(
-    groups: int,
-    P: int,
-    K: int,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    groups: int, P: int, K: int, generator: Generator | None = None, dtype: Dtype = None, device: Device = None
 ) -> Noise:
     """Antithetic pairs (ε, z), (−ε, −z): two draws to a group, mirror images of each other about the mean."""
     half = naive(groups, P, K, generator, dtype, device)
-    return Noise(*(_with_mirror_image(x) for x in half))
+    return Noise(*(torch.stack([x, -x], dim=1).flatten(0, 1) for x in half))
 
 
-def _with_mirror_image(x: Tensor) -> Tensor:
-    """Each row and its negative below it: [G, n] → [2G, n]."""
-    both = x.new_empty(len(x), 2, x.shape[-1])
-    both[:, 0].copy_(x)
-    torch.neg(x, out=both[:, 1])
-    return both.flatten(0, 1)
-
-
+@dataclass(frozen=True)
 class Unscented:
     """Draws along jointly orthogonal random combinations of the low-rank directions.
 
@@ -88,23 +72,12 @@ class Unscented:
         torch.Size([8, 3])
     """
 
-    def __init__(self, directions: int | None = None, crossed: bool = True, shared_diagonal: bool = False):
-        if directions is not None and not is_integer(directions):
-            raise ValueError(f"directions must be None (all K of them) or an integer ≥ 1, got {directions!r}")
-        self.directions = directions
-        self.crossed = bool(crossed)
-        self.shared_diagonal = bool(shared_diagonal)
+    directions: int | None = None
+    crossed: bool = True
+    shared_diagonal: bool = False
 
-    def __repr__(self) -> str:
-        return (
-            f"unscented(directions={self.directions}, crossed={self.crossed}, shared_diagonal={self.shared_diagonal})"
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unscented) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).items()))
+    def __post_init__(self) -> None:
+        check_integer("directions", self.directions, optional=True)
 
     def group_size(self, K: int) -> int:
         """Return the number of draws in one group at rank K."""
@@ -112,14 +85,14 @@ class Unscented:
             return 2
         return (4 if self.crossed else 2) * (self.directions or K)
 
-    def __call__(
-        self,
-        groups: int,
-        P: int,
-        K: int,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Return noise; called with settings instead, a coupling that has these."""
+        if len(args) + len(keywords.keys() & {"groups", "P", "K"}) < 3:
+            return Unscented(*args, **keywords)
+        return self._noise(*args, **keywords)
+
+    def _noise(
+        self, groups: int, P: int, K: int, generator: Generator | None = None, dtype: Dtype = None, device: Any = None
     ) -> Noise:
         if K == 0:
             return paired(groups, P, K, generator, dtype, device)
@@ -137,16 +110,8 @@ class Unscented:
         return Noise(epsilon.reshape(-1, P), z.reshape(-1, K))
 
 
-class _DefaultUnscented(Unscented):
-    """`unscented` itself is the default configuration; called with settings it makes another one."""
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        if len(args) + len(keywords.keys() & {"groups", "P", "K"}) < 3:
-            return Unscented(*args, **keywords)
-        return super().__call__(*args, **keywords)
-
-
-unscented = _DefaultUnscented()
+#: all directions, crossed; `unscented(crossed=False)` is another one
+unscented = Unscented()
 
 
 def _rotations(groups: int, K: int, options: dict) -> Tensor:

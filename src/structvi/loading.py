@@ -10,8 +10,9 @@ from torch import nn
 from .density.fit_file import load_fit
 from .density.result import DensityFit
 from .ensemble.ensemble import Ensemble, load_ensemble
+from .files import posterior_file
 from .models.target import Target
-from .posterior import Posterior, load_posterior
+from .posterior import Posterior
 
 
 @overload
@@ -54,7 +55,7 @@ def load(path: str | os.PathLike[str], of: Any, **given: Any) -> Posterior | Ens
         MeanField(initial_mean='current', initial_scale=0.1)
     """
     if isinstance(of, nn.Module):
-        return load_posterior(path, of, **given)
+        return posterior_file.load(Posterior, path, of, **given)
     if isinstance(of, Sequence) and all(isinstance(net, nn.Module) for net in of):
         return load_ensemble(path, of, **given)
     if isinstance(of, Target):

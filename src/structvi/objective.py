@@ -54,10 +54,7 @@ class Estimator:
             raise ValueError(f'the kind of an Estimator must be "path", "log_q" or "entropy", got {self.kind!r}')
         check_integer("groups", self.groups)
         if not callable(self.coupling):
-            raise TypeError(
-                f"coupling must be a callable such as vi.couplings.paired, got {self.coupling!r}; "
-                "see structvi.couplings.Coupling for its arguments"
-            )
+            raise TypeError(f"coupling must be a callable such as vi.couplings.paired, got {self.coupling!r}")
 
 
 class Estimate(NamedTuple):
@@ -137,10 +134,6 @@ def elbo_terms(
     generator: torch.Generator | None = None,
 ) -> Terms:
     """Return fit and complexity of each group of draws; arguments as in `elbo`."""
-    if not isinstance(family, Family):
-        raise TypeError(
-            f"elbo expects a family, got {type(family).__name__}; pass the family, not the density it builds"
-        )
     check_generator(generator)
     check_spaces(family, target)
     density = family()
@@ -200,62 +193,52 @@ def scored_draws(
 ) -> tuple[Draws, Tensor | None]:
     """Return draws and log q at them, [S]; None in its place where the estimator or the density has none."""
     check_estimator(density, estimator.kind)
-    groups, coupling = estimator.groups, estimator.coupling
-    if not density.has_density or estimator.kind == "entropy":
-        return density.draw(groups, coupling, generator), None
-    if estimator.kind == "log_q":
-        draws, log_q = density.draw(groups, coupling, generator), None
-    else:
+    groups, coupling, log_q = estimator.groups, estimator.coupling, None
+    needs_log_q = density.has_density and estimator.kind != "entropy"
+    if needs_log_q and estimator.kind == "path":
         draws, log_q = density.draw_scored(groups, coupling, generator)
+    else:
+        draws = density.draw(groups, coupling, generator)
     check_draws(density, draws, groups)
-    return draws, log_q_at(density, draws.theta, path=estimator.kind == "path") if log_q is None else log_q
+    if needs_log_q and log_q is None:
+        log_q = log_q_at(density, draws.theta, path=estimator.kind == "path")
+    return draws, log_q
 
 
 def terms_at(
     density: Density, draws: Draws, log_q: Tensor | None, target: Target, batch: Any, estimator: Estimator
 ) -> Terms:
     """Return the terms at the draws that `scored_draws` made."""
-    if not density.bound:
-        check_prior(density, target)
-    check_draws(density, draws, estimator.groups)
     theta, _, fixed = draws
     if isinstance(target, BayesianModel):
+        _check_prior(density, target)
         values, B = target.batch_log_likelihood(theta, batch, fixed)
         values, prior = values * (target.num_data / B), target.log_prior(theta, fixed)
         _check_finite(values, "log likelihood")
         _check_finite(prior, "log prior")
+        return _terms(density, draws, log_q, values, prior, estimator)
+    if isinstance(target, LogDensity):
+        values = target.log_joint(theta, batch, fixed)
     else:
-        known = isinstance(target, LogDensity)
-        values = (
-            target.log_joint(theta, batch, fixed) if known else target.log_joint(target.space.join(theta, fixed), batch)
-        )
-        S = theta.shape[0]
-        _shaped(values, theta.shape[:1], f"the target's log_joint must return [S] = [{S}] for theta [S, P]")
-        _check_finite(values, "log joint")
-        prior = torch.zeros_like(values)  # without a likelihood of its own the first of the two is log p(data, θ)
-    return _terms(density, draws, log_q, values, prior, estimator)
+        values = target.log_joint(target.space.join(theta, fixed), batch)
+    S = theta.shape[0]
+    _shaped(values, (S,), f"the target's log_joint must return [S] = [{S}] for theta [S, P]")
+    _check_finite(values, "log joint")
+    # without a likelihood of its own the first of the two terms is log p(data, θ)
+    return _terms(density, draws, log_q, values, torch.zeros_like(values), estimator)
 
 
 def _terms(
-    density: Density,
-    draws: Draws,
-    log_q: Tensor | None,
-    log_likelihood: Tensor,
-    log_prior: Tensor,
-    estimator: Estimator,
+    density: Density, draws: Draws, log_q: Tensor | None, log_lik: Tensor, log_prior: Tensor, estimator: Estimator
 ) -> Terms:
-    cost = -log_prior if log_q is None else log_q - log_prior
-    complexity = _group_means(cost, density, draws, estimator.groups)
+    def means(values: Tensor) -> Tensor:
+        """Return the weighted mean of values [S] for each group, [groups]."""
+        return estimator.groups * (draws.weight * values).reshape(estimator.groups, -1).sum(-1)
+
+    complexity = means(-log_prior if log_q is None else log_q - log_prior)
     if density.has_density and log_q is None:
-        expected = f"{type(density).__name__}.entropy() must return a scalar"
-        complexity = complexity - _shaped(density.entropy(), (), expected)
-    return Terms(_group_means(log_likelihood, density, draws, estimator.groups), complexity, density.bound)
-
-
-def _group_means(values: Tensor, density: Density, draws: Draws, groups: int) -> Tensor:
-    """Return the weighted mean of values at the draws [S] for each group, [groups]."""
-    weighted = draws.weight * values
-    return groups * weighted.reshape(groups, -1).sum(-1)
+        complexity = complexity - _shaped(density.entropy(), (), f"{type(density).__name__}.entropy() must be a scalar")
+    return Terms(means(log_lik), complexity, density.bound)
 
 
 def log_q_at(density: Density, theta: Tensor, path: bool) -> Tensor:
@@ -279,11 +262,8 @@ def _check_finite(values: Tensor, what: str) -> None:
         return
     finite = torch.isfinite(values)
     if not bool(finite.all()):
-        count, S = int((~finite).sum()), values.shape[0]
-        raise NonFiniteError(
-            f"the {what} is not finite at {count} of {S} draws (first: {values[~finite][0].item()}); "
-            "look for a scale that is too wide, a log or a division in the model, or data that are not finite"
-        )
+        where = f"{int((~finite).sum())} of {values.shape[0]} draws (first: {values[~finite][0].item()})"
+        raise NonFiniteError(f"the {what} is not finite at {where}; look for a log, or data that are not finite")
 
 
 def _shaped(value: Tensor, shape: tuple[int, ...], expected: str) -> Tensor:
@@ -299,53 +279,40 @@ def check_draws(density: Density, draws: Draws, groups: int) -> None:
     name = type(density).__name__
     if not isinstance(draws, Draws):
         raise TypeError(f"{name}.draw must return Draws(theta [S, P], weight [S]), got {type(draws).__name__}")
-    theta, weight = draws.theta, draws.weight
-    S = theta.shape[0] if theta.ndim else 0
-    if theta.ndim != 2 or weight.shape != (S,) or S == 0 or S % groups:
-        raise ValueError(
-            f"{name}.draw gave theta {tuple(theta.shape)} and weight {tuple(weight.shape)}; "
-            f"expected [S, P] and [S] with S a multiple of groups = {groups}"
-        )
+    shapes = tuple(draws.theta.shape), tuple(draws.weight.shape)
+    S = len(draws.weight)
+    if shapes != ((S, draws.theta.shape[-1]), (S,)) or S == 0 or S % groups:
+        found = f"{name}.draw gave theta {shapes[0]} and weight {shapes[1]}"
+        raise ValueError(f"{found}; expected [S, P] and [S] with S a multiple of groups = {groups}")
 
 
 def check_spaces(family: Family, target: Target) -> None:
     """Raise unless family and target are over the same parameters."""
+    if not isinstance(family, Family):
+        raise TypeError(f"expected a family, not the density it builds, got {type(family).__name__}")
     if not isinstance(target, BayesianModel) and not isinstance(target, Target):  # a protocol is slow to ask
-        raise TypeError(
-            f"the target must have `space` and `log_joint`, got {type(target).__name__}; "
-            "write BayesianModel(net, likelihood, prior, num_data), or LogDensity(fn, parameters) for a function"
-        )
+        name = type(target).__name__
+        raise TypeError(f"the target must have `space` and `log_joint`, got {name}: write LogDensity(fn, parameters)")
     space, own = target.space, family.space
     if own is not None and own is not space and (own.names, own.shapes) != (space.names, space.shapes):
-        raise ValueError(
-            f"family and target are over different parameters: P = {own.size} ({', '.join(own.names[:4])}, ..) and "
-            f"P = {space.size} ({', '.join(space.names[:4])}, ..); bind the family to target.space"
-        )
+        sizes = f"P = {own.size} and P = {space.size}"
+        raise ValueError(f"family and target are over different parameters: {sizes}; bind the family to target.space")
 
 
-def check_prior(density: Density, target: Target) -> None:
+def _check_prior(density: Density, target: BayesianModel) -> None:
     """Raise if a prior learns its scale together with point masses."""
-    if not density.bound and isinstance(target, BayesianModel) and learns(target.prior):
+    if not density.bound and learns(target.prior):
         raise ValueError(
-            f"the {type(target.prior).__name__} learns its scale, and {type(density).__name__} has point masses: the "
-            "prior's density at a point grows without bound as point and scale go to zero, so there is no optimum. "
-            "Give the scale as a number (learn=False), or use a family with a density for all weights"
+            f"the {type(target.prior).__name__} learns its scale, and {type(density).__name__} has point masses: there "
+            "is no optimum. Give the scale as a number (learn=False), or use a family with a density for all weights"
         )
 
 
 def check_estimator(density: Density, kind: Kind) -> None:
     """Raise unless the density offers what this kind of estimator needs."""
-    if not density.has_density:
-        return
-    offered = [name for name in ("log_prob", "entropy") if density.offers(name)]
-    if not offered:
-        raise ValueError(
-            f"{type(density).__name__} can only draw: no ELBO can be estimated from that. Write its `log_prob` or its "
-            "`entropy`, or return a torch.distributions.Distribution that has one"
-        )
     needed = "entropy" if kind == "entropy" else "log_prob"
-    if needed not in offered:
-        others = '"entropy"' if needed == "log_prob" else '"path" or "log_q"'
+    if density.has_density and not density.offers(needed):
         raise ValueError(
-            f'Estimator("{kind}") needs `{needed}`, which {type(density).__name__} does not offer; use {others}'
+            f'Estimator("{kind}") needs `{needed}`, which {type(density).__name__} does not offer: write it, or use '
+            'another kind ("entropy" needs `entropy`, the others `log_prob`)'
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import ceil, inf
+from math import ceil
 from types import MappingProxyType
 from typing import Any
 
@@ -61,10 +61,7 @@ class Parameters:
         constraints: Mapping[str, Constraint] = MappingProxyType({}),
     ):
         if not isinstance(tensors, Mapping):
-            raise TypeError(
-                f"Parameters expects a mapping of names to tensors, got {type(tensors).__name__}; "
-                'write Parameters({"z": torch.zeros(2)}), or Parameters.of(net) for a module'
-            )
+            raise TypeError(f"Parameters expects a mapping of names to tensors, got {type(tensors).__name__}")
         if not tensors:
             raise ValueError("Parameters needs at least one tensor, got an empty mapping")
         #: of those that have one, by name
@@ -107,24 +104,18 @@ class Parameters:
         """
         if not isinstance(net, nn.Module):
             raise TypeError(f"Parameters.of expects an nn.Module, got {type(net).__name__}")
-        lazy = [n for n, p in net.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-        if lazy:
-            raise ValueError(f"the module has uninitialised lazy parameters {lazy}: run one forward pass first")
-        names: dict[int, list[str]] = {}
-        tensors: dict[int, Tensor] = {}
+        names: dict[Tensor, list[str]] = {}
         for name, tensor in net.named_parameters(remove_duplicate=False):
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-        trainable = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad}
-        if not trainable:
+            if tensor.requires_grad:
+                names.setdefault(tensor, []).append(name)
+        if not names:
             raise ValueError(f"{type(net).__name__} has no trainable parameter: nothing can be random")
-        all_names = [name for key in trainable for name in names[key]]
-        chosen = _matcher(select, "select", all_names)
-        dropped = _matcher(exclude, "exclude", all_names)
+        all_names = [name for own in names.values() for name in own]
+        chosen, dropped = _matcher(select, "select", all_names), _matcher(exclude, "exclude", all_names)
         picked = {
-            names[key][0]: tensor
-            for key, tensor in trainable.items()
-            if any(chosen(n, tensor) for n in names[key]) and not any(dropped(n, tensor) for n in names[key])
+            own[0]: tensor
+            for tensor, own in names.items()
+            if any(chosen(name, tensor) for name in own) and not any(dropped(name, tensor) for name in own)
         }
         if not picked:
             raise ValueError(
@@ -137,28 +128,25 @@ class Parameters:
 
         `scale` is the initialisation scale of the new ones, which no layer knows.
         """
-        taken = set(self.names) & set(tensors)
-        if taken:
-            raise ValueError(f"the names {sorted(taken)} are taken already")
         known = self._known_scales if scale is None else {**self._known_scales, **dict.fromkeys(tensors, scale)}
-        whole = {**self.unravel(self.initial), **tensors}
-        return Parameters(whole, net=self._net, known_scales=known, constraints=self.constraints)
+        return self._like({**self.unravel(self.initial), **tensors}, known)
 
     def at(self, theta: Tensor) -> "Parameters":
         """The same space, with the same scales, whose current values are θ [P]."""
         known = dict(zip(self.names, self.scales.tolist(), strict=True))
-        return Parameters(self.unravel(theta), net=self._net, known_scales=known, constraints=self.constraints)
+        return self._like(self.unravel(theta), known)
 
     def subset(self, names: Iterable[str]) -> "Parameters":
         """The space of some of these tensors, in this space's order, with their scales and fresh draws."""
         key = frozenset(names)
         if key not in self._subsets:
             self._indices(*key)
-            chosen = {name: t for name, t in self.unravel(self.initial).items() if name in key}
-            self._subsets[key] = Parameters(
-                chosen, net=self._net, known_scales=self._known_scales, constraints=self.constraints
-            )
+            chosen = {name: tensor for name, tensor in self.unravel(self.initial).items() if name in key}
+            self._subsets[key] = self._like(chosen, self._known_scales)
         return self._subsets[key]
+
+    def _like(self, tensors: Mapping[str, Any], known_scales: Mapping[str, float]) -> "Parameters":
+        return Parameters(tensors, net=self._net, known_scales=known_scales, constraints=self.constraints)
 
     def without(self, names: Iterable[str]) -> "Parameters":
         """The space of all tensors but these."""
@@ -239,19 +227,14 @@ class Parameters:
 
     def ravel(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """θ [.., P] from named tensors [.., *shape]: the inverse of `unravel`."""
-        missing, extra = set(self.names) - set(tensors), set(tensors) - set(self.names)
-        if missing or extra:
-            raise ValueError(
-                f"expected the tensors {few(self.names)}; missing {sorted(missing)}, extra {sorted(extra)}"
-            )
+        if set(tensors) != set(self.names):
+            raise ValueError(f"expected the tensors {few(self.names)}, got {few(tensors)}")
         parts = []
         for name, shape in zip(self.names, self.shapes, strict=True):
             tensor = tensors[name]
             lead = tensor.shape[: tensor.ndim - len(shape)]
             if tensor.shape[len(lead) :] != shape:
-                raise ValueError(
-                    f"{name}: expected shape [.., {', '.join(map(str, shape))}], got {tuple(tensor.shape)}"
-                )
+                raise ValueError(f"{name}: expected shape (.., {str(tuple(shape))[1:]}, got {tuple(tensor.shape)}")
             parts.append(tensor.reshape(*lead, -1))
         return torch.cat(parts, dim=-1)
 
@@ -268,17 +251,14 @@ class Parameters:
         if self._scales is None:
             # small tensors need several draws for a root mean square that means something
             draws = min(32, ceil(1024 / min(self.numels)), max(1, 10_000_000 // self.size)) if self._net else 1
-            generator = torch.Generator().manual_seed(0)
-            square = torch.zeros(len(self), dtype=torch.float64)
-            low, high = square + inf, square - inf
             initialise = Initialisers(self._net) if self._net is not None else dict
-            for _ in range(draws):
-                parts = torch.split(self._fresh(initialise, generator).double(), list(self.numels))
-                square += torch.stack([part.square().mean() for part in parts]).cpu() / draws
-                low = torch.stack([part.min() for part in parts]).cpu().minimum(low)
-                high = torch.stack([part.max() for part in parts]).cpu().maximum(high)
-            floor = FREE_SCALE_FLOOR if self._net is None else SCALE_FLOOR * (low == high).double()
-            scales = square.sqrt().clamp(min=floor)
+            generator = torch.Generator().manual_seed(0)
+            made = torch.stack([self._fresh(initialise, generator).cpu().double() for _ in range(draws)])
+            found = []
+            for part in made.split(self.numels, dim=-1):
+                floor = SCALE_FLOOR * bool(part.min() == part.max()) if self._net is not None else FREE_SCALE_FLOOR
+                found.append(part.square().mean().sqrt().clamp(min=floor))
+            scales = torch.stack(found)
             for name, scale in self._known_scales.items():
                 scales[self.names.index(name)] = scale
             self._scales = scales.to(self.initial)
@@ -313,24 +293,15 @@ class Parameters:
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(name, str):
-            raise TypeError(f"names must be strings, got {name!r}")
         if not isinstance(tensor, Tensor):
             came = type(tensor).__name__
             raise TypeError(f"{name}: expected a tensor, a number, or positive(..) and its like, got {came}")
     wrong = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.dtype.is_floating_point}
     if wrong:
         raise TypeError(f"random tensors must be floating, but {wrong}; convert them or exclude them")
-    for what in ("dtype", "device"):
-        groups: dict[object, list[str]] = {}
-        for name, tensor in tensors.items():
-            groups.setdefault(getattr(tensor, what), []).append(name)
-        if len(groups) > 1:
-            common = max(groups.values(), key=len)
-            offenders = {str(key): few(names) for key, names in groups.items() if names is not common}
-            raise ValueError(f"random tensors must share one {what}; most are like {common[0]!r}, but {offenders}")
-    if next(iter(tensors.values())).is_meta:
-        raise ValueError("the tensors are on the meta device and hold no values; materialise the network first")
+    kinds = {f"{tensor.dtype} on {tensor.device}": name for name, tensor in tensors.items()}
+    if len(kinds) > 1:
+        raise ValueError(f"random tensors must share one dtype and device, got {kinds}")
     empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
     if empty:
         raise ValueError(f"the tensors {empty} have no elements; exclude them")
@@ -342,12 +313,10 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
 def _matcher(select: Select, what: str, names: Sequence[str]) -> Callable[[str, Tensor], bool]:
     if callable(select):
         return select
-    if not isinstance(select, Iterable):
+    patterns = (select,) if isinstance(select, str) else select
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{what} takes glob patterns or a predicate (name, tensor) → bool, got {select!r}")
-    patterns = (select,) if isinstance(select, str) else tuple(select)
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{what} takes glob patterns or a predicate (name, tensor) → bool, got {pattern!r}")
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{what}: the pattern {pattern!r} matches none of the trainable tensors {few(names)}")
     return lambda name, tensor: any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -43,22 +43,23 @@ def predictive_band(
         't'
     """
     ax = axes_of(ax)
-    x = _column("x", x, x.shape[0])
-    mean, y, spread = (
-        _column("the prediction", value, x.numel())
-        for value in (predictive.mean, predictive.function_mean, predictive.function_variance.sqrt())
-    )
-    low, high = (_column("the interval", end, x.numel()) for end in predictive.interval(level))
-    order = x.argsort()
-    at, mean, y, spread, low, high = (value[order].numpy() for value in (x, mean, y, spread, low, high))
+    n, order = x.numel(), x.flatten().argsort()
+    values = (x, predictive.mean, predictive.function_mean, predictive.function_variance.sqrt())
+    at, mean, y, spread, low, high = (_column(value, n)[order] for value in (*values, *predictive.interval(level)))
     ax.fill_between(at, low, high, color=BLUE, alpha=0.15, linewidth=0, label=f"{100 * level:g} % of observations")
     ax.fill_between(at, y - 2 * spread, y + 2 * spread, color=BLUE, alpha=0.35, linewidth=0, label="function, ±2 std")
     ax.plot(at, mean, color=BLUE, linewidth=1.8, label="mean")
     if data is not None:
-        seen, t = (_column("data", value, data[0].shape[0]) for value in data)
-        ax.scatter(seen.numpy(), t.numpy(), s=12, color="black", alpha=0.7, linewidth=0, zorder=3, label="data")
-    ax.set_xlabel("x")
-    ax.set_ylabel("t")
+        ax.scatter(
+            *(_column(value, len(data[0])) for value in data),
+            s=12,
+            color="black",
+            alpha=0.7,
+            linewidth=0,
+            zorder=3,
+            label="data",
+        )
+    ax.set(xlabel="x", ylabel="t")
     ax.margins(x=0)
     return finish(ax, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, columnspacing=1.2, handlelength=1.4)
 
@@ -78,38 +79,25 @@ def reliability_diagram(metrics: Metrics | StructureMetrics, ax: "Axes | None" =
         >>> reliability_diagram(metrics).get_xlabel()
         'confidence'
     """
-    if not isinstance(metrics, StructureMetrics):
-        _check_metrics("reliability_diagram", metrics)
-        if metrics.reliability is None:
-            raise ValueError("reliability is for class labels: these metrics are of numbers; look at their coverage")
     ax = axes_of(ax, square=True)
     ax.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--", label="calibrated")
     if isinstance(metrics, StructureMetrics):
         for k, (name, curve) in enumerate(zip(metrics.names, metrics.reliability, strict=True)):
-            words = f"{name}, ECE {metrics.ece[k]:.3f}"
-            ax.plot(curve.confidence, curve.accuracy, "o-", color=_colour(k), linewidth=1.5, markersize=4, label=words)
-        ax.set_xlabel("probability of the structure")
-        ax.set_ylabel("share of voxels that belong to it")
+            words, colour = f"{name}, ECE {metrics.ece[k]:.3f}", COLOURS[k % len(COLOURS)]
+            ax.plot(curve.confidence, curve.accuracy, "o-", color=colour, linewidth=1.5, markersize=4, label=words)
+        ax.set(xlabel="probability of the structure", ylabel="share of voxels that belong to it")
     else:
-        _confidence(metrics, ax)
-    ax.set_xlim(0, 1.02)
-    ax.set_ylim(0, 1.02)
-    ax.set_aspect("equal")
+        _check_metrics("reliability_diagram", metrics)
+        if metrics.reliability is None:
+            raise ValueError("reliability is for class labels: these metrics are of numbers; look at their coverage")
+        count, confidence, accuracy = (values.numpy() for values in metrics.reliability)
+        share = 0.2 * count / count.max()
+        ax.bar(confidence, share, width=0.035, color=GREY, alpha=0.3, linewidth=0, label="labels in the bin (scaled)")
+        ax.vlines(confidence, confidence, accuracy, color=ORANGE, linewidth=2, alpha=0.6)
+        ax.plot(confidence, accuracy, "o-", color=BLUE, linewidth=1.5, markersize=5, label=f"ECE {metrics.ece:.3f}")
+        ax.set(xlabel="confidence", ylabel="frequency of being right")
+    ax.set(xlim=(0, 1.02), ylim=(0, 1.02), aspect="equal")
     return finish(ax, loc="upper left")
-
-
-def _confidence(metrics: Metrics, ax: "Axes") -> None:
-    assert metrics.reliability is not None
-    count, confidence, accuracy = (
-        values.numpy()
-        for values in (metrics.reliability.count, metrics.reliability.confidence, metrics.reliability.accuracy)
-    )
-    share = 0.2 * count / count.max()
-    ax.bar(confidence, share, width=0.035, color=GREY, alpha=0.3, linewidth=0, label="labels in the bin (scaled)")
-    ax.vlines(confidence, confidence, accuracy, color=ORANGE, linewidth=2, alpha=0.6)
-    ax.plot(confidence, accuracy, "o-", color=BLUE, linewidth=1.5, markersize=5, label=f"ECE {metrics.ece:.3f}")
-    ax.set_xlabel("confidence")
-    ax.set_ylabel("frequency of being right")
 
 
 def referral_curve(metrics: Metrics | StructureMetrics, ax: "Axes | None" = None) -> "Axes":
@@ -127,25 +115,20 @@ def referral_curve(metrics: Metrics | StructureMetrics, ax: "Axes | None" = None
         >>> referral_curve(bayes.evaluate([(torch.randn(9, 3), torch.zeros(9).long())])).get_ylabel()
         'accuracy on the rest'
     """
+    ax = axes_of(ax)
     if isinstance(metrics, StructureMetrics):
-        found, what, words = metrics.referral(), "mean Dice of the rest", "lowest expected Dice first"
-        share, kept = found.share.numpy(), found.dice.numpy()
+        found = metrics.referral()
+        share, kept, words = found.share, found.dice, ("mean Dice of the rest", "lowest expected Dice first")
+        ax.plot(share, found.ideal, color=GREY, linewidth=1, linestyle=":", label="worst cases first")
     else:
         _check_metrics("referral_curve", metrics)
         if metrics.risk_coverage is None or metrics.accuracy is None:
             raise ValueError("a referral curve is for class labels: for numbers look at risk_coverage(metrics)")
-        found, what, words = None, "accuracy on the rest", "most uncertain first"
-        curve = metrics.risk_coverage
-        share, kept = 1 - curve.coverage.numpy(), 1 - curve.risk.numpy()
-    ax = axes_of(ax)
-    ax.plot(share, kept, color=BLUE, linewidth=1.8, label=words)
-    if found is not None:
-        ax.plot(share, found.ideal.numpy(), color=GREY, linewidth=1, linestyle=":", label="worst cases first")
-    whole = kept[share.argmin()]
-    ax.axhline(whole, color=GREY, linewidth=1, linestyle="--", label="random order")
-    ax.set_xlabel("share referred to a human")
-    ax.set_ylabel(what)
-    ax.set_xlim(0, 1)
+        curve, words = metrics.risk_coverage, ("accuracy on the rest", "most uncertain first")
+        share, kept = 1 - curve.coverage, 1 - curve.risk
+    ax.plot(share, kept, color=BLUE, linewidth=1.8, label=words[1])
+    ax.axhline(float(kept[share.argmin()]), color=GREY, linewidth=1, linestyle="--", label="random order")
+    ax.set(xlabel="share referred to a human", ylabel=words[0], xlim=(0, 1))
     return finish(ax, loc="best")
 
 
@@ -156,8 +139,6 @@ def dice_by_structure(metrics: StructureMetrics, ax: "Axes | None" = None) -> "A
         metrics: of `imaging.by_structure`.
         ax: where to draw; a new figure by default.
     """
-    if not isinstance(metrics, StructureMetrics):
-        raise TypeError(f"dice_by_structure expects results of imaging.by_structure, got {type(metrics).__name__}")
     ax = axes_of(ax)
     for k in range(len(metrics.names)):
         for shift, values, colour in ((-0.15, metrics.dice, BLUE), (0.15, metrics.expected_dice, ORANGE)):
@@ -166,9 +147,7 @@ def dice_by_structure(metrics: StructureMetrics, ax: "Axes | None" = None) -> "A
             words = {BLUE: "Dice, mean", ORANGE: "expected, mean"}[colour] if k == 0 else None
             ax.plot([k + shift], [own.mean()] if len(own) else [], "_", color=colour, markersize=22, label=words)
     ax.set_xticks(range(len(metrics.names)), metrics.names)
-    ax.set_xlim(-0.5, len(metrics.names) - 0.5)
-    ax.set_ylim(0, 1.02)
-    ax.set_ylabel("Dice")
+    ax.set(xlim=(-0.5, len(metrics.names) - 0.5), ylim=(0, 1.02), ylabel="Dice")
     return finish(ax, loc="lower right")
 
 
@@ -187,13 +166,11 @@ def risk_coverage(metrics: Metrics, ax: "Axes | None" = None) -> "Axes":
     if metrics.risk_coverage is None:
         raise ValueError("these metrics have no risk–coverage curve: the likelihood gave no uncertainty of t")
     ax = axes_of(ax)
-    coverage, risk = metrics.risk_coverage.coverage.numpy(), metrics.risk_coverage.risk.numpy()
+    coverage, risk = metrics.risk_coverage
     ax.plot(coverage, risk, color=BLUE, linewidth=1.8, label=f"most certain first, area {metrics.aurc:.4g}")
-    ax.axhline(risk[-1], color=GREY, linewidth=1, linestyle="--", label="random order")
-    ax.set_xlabel("coverage: fraction kept")
-    ax.set_ylabel("mean squared error" if metrics.accuracy is None else "error rate")
-    ax.set_xlim(0, 1)
-    ax.set_ylim(bottom=0)
+    ax.axhline(float(risk[-1]), color=GREY, linewidth=1, linestyle="--", label="random order")
+    what = "mean squared error" if metrics.accuracy is None else "error rate"
+    ax.set(xlabel="coverage: fraction kept", ylabel=what, xlim=(0, 1), ylim=(0, None))
     return finish(ax, loc="best")
 
 
@@ -228,59 +205,47 @@ def uncertainty_map(
     """
     if isinstance(predictive, Predictive):
         image, predictive = image[index], Maps.each(predictive)[index]
-    maps = predictive.uncertainty, predictive.epistemic
     words = ["input", "uncertainty: entropy", "epistemic: mutual information"]
     if predictive.unit == "std":
         words = ["input", "uncertainty: std", "epistemic: std"]
     shape = predictive.shape
     is_volume = len(shape) == 3
     if len(shape) not in (2, 3) or (is_volume and (image.ndim != 4 or tuple(image.shape[1:]) != shape)):
-        raise ValueError(
-            "uncertainty_map needs predictions [B, channels, H, W] of images, or [B, channels, x, y, z] of volumes "
-            f"[B, channels, x, y, z]; the maps have {shape} voxels, the image {tuple(image.shape)}"
-        )
+        raise ValueError(f"expected images or volumes: the maps have {shape} voxels, the image {tuple(image.shape)}")
     rows = 3 if is_volume else 1
     if ax is None:
-        _, axes = _pyplot().subplots(rows, 3, figsize=(9.5, 3.1 * rows), layout="constrained", squeeze=False)
-        ax = list(axes.flat)
+        size = (9.5, 3.1 * rows)
+        ax = list(_pyplot().subplots(rows, 3, figsize=size, layout="constrained", squeeze=False)[1].flat)
     if len(ax) != 3 * rows:
         raise ValueError(f"uncertainty_map draws {3 * rows} pictures here: give as many axes, got {len(ax)}")
     image = image.detach().cpu().float()
     if image.ndim > 2:  # [channels, ..]
         image = image[0] if is_volume else image.movedim(0, -1)[..., :3] if len(image) >= 3 else image.mean(0)
-    low, high = image.min(), image.max()
-    image = (image - low) / (high - low).clamp(min=1e-12)
-    lines = [(image, *maps)]
-    if is_volume:
-        at = most_uncertain(predictive.uncertainty) if at is None else at
-        lines = [[values.select(axis, at[axis]).T.flip(0) for values in lines[0]] for axis in range(3)]
-    for row, (line, letters) in enumerate(zip(lines, ("xyz", "yxz", "zxy"), strict=False)):
-        for column, (values, word) in enumerate(zip(line, words, strict=True)):
-            one, most = ax[3 * row + column], max(float(maps[column - 1].max()), 1e-12) if column else 1.0
-            shown = one.imshow(
-                values.numpy(), cmap="viridis" if column else "gray", vmin=0, vmax=most, interpolation="nearest"
-            )
+    image = (image - image.min()) / (image.max() - image.min()).clamp(min=1e-12)
+    at = most_uncertain(predictive.uncertainty) if is_volume and at is None else at
+    for column, (values, word) in enumerate(
+        zip((image, predictive.uncertainty, predictive.epistemic), words, strict=True)
+    ):
+        colours: Any = {"cmap": "gray", "vmin": 0, "vmax": 1.0}
+        if column:  # one scale for the three planes
+            colours = {"cmap": "viridis", "vmin": 0, "vmax": max(float(values.max()), 1e-12)}
+        for row, (cut, right, up) in enumerate(("xyz", "yxz", "zxy")[:rows]):
+            one, plane = ax[3 * row + column], values
             one.set(xticks=[], yticks=[])
             one.set_title(word, fontsize=10)
-            if at is not None and is_volume:
-                cut, right, up = letters
+            if is_volume and at is not None:
+                plane = values.select(row, at[row]).T.flip(0)
                 one.set(xlabel=f"{right} →", ylabel=f"{up} ↑")
                 one.set_title(f"{word}, {cut} = {at[row]}", fontsize=10)
+            shown = one.imshow(plane.numpy(), interpolation="nearest", **colours)
             if column and row == 0:
                 one.figure.colorbar(shown, ax=one, shrink=0.8, pad=0.02)
     return ax
 
 
-def _colour(k: int) -> str:
-    return COLOURS[k % len(COLOURS)]
-
-
 def _check_metrics(name: str, metrics: Any) -> None:
     if not isinstance(metrics, Metrics):
-        raise TypeError(
-            f"{name} expects Metrics, got {type(metrics).__name__}; a posterior makes them of data with targets: "
-            "posterior.evaluate(loader)"
-        )
+        raise TypeError(f"{name} expects Metrics, got {type(metrics).__name__}; write posterior.evaluate(loader)")
 
 
 def _pyplot() -> Any:
@@ -303,10 +268,7 @@ def finish(ax: "Axes", **legend: Any) -> "Axes":
     return ax
 
 
-def _column(what: str, values: Tensor, count: int) -> Tensor:
+def _column(values: Tensor, count: int) -> Any:
     if values.numel() != count:
-        raise ValueError(
-            f"predictive_band shows one number against one input: {what} must have {count} elements, "
-            f"got {tuple(values.shape)}"
-        )
-    return values.detach().cpu().double().reshape(-1)
+        raise ValueError(f"expected one number against one input, {count} elements, got {tuple(values.shape)}")
+    return values.detach().cpu().double().reshape(-1).numpy()

@@ -4,12 +4,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from .couplings import Coupling, paired
+from .diagnostics.arviz import to_arviz
+from .diagnostics.diagnosis import diagnose
 from .distributed.sharding import Sharded
 from .families.family import Family
 from .families.low_rank import LowRankNormal
@@ -42,13 +44,8 @@ from .train.data import Batches
 from .train.fit import fit
 from .train.grow import grow
 from .train.step import stepper
-from .util.checks import check_one_of, with_hints
+from .util.checks import check_one_of
 from .util.random_streams import borrowed_stream
-
-if TYPE_CHECKING:
-    from xarray import DataTree
-
-    from .diagnostics import Report
 
 
 class Posterior(nn.Module):
@@ -205,100 +202,23 @@ class Posterior(nn.Module):
             return elbo_terms(self.family, self.model, batch, estimator, generator)
 
     # functions of a posterior as its methods: with their own signatures and documentation
-
     fit = fit
-    """Fit to the data, see `structvi.train.fit.fit`: `posterior.fit(loader, epochs=20)`."""
-
     laplace = laplace
-    """Place the posterior around a trained network: `posterior.laplace(loader, validation=held_out)`."""
-
     stepper = stepper
-    """The step of `fit` for a loop of your own: `step = posterior.stepper()`, `loss = step(batch)`."""
-
-    update = update
-    """Add rows to a posterior over the last layer, or remove them: see `structvi.head.update.update`."""
-
     fit_head = fit_head
-    """The best normal over the last layer, of any size, without a step size: see `structvi.head.head.fit_head`."""
-
+    update = update
     grow = grow
-    """Refine a fitted posterior, `rank=` or `components=`, see `structvi.train.grow.grow`; never makes it worse."""
-
-    predict = predict
-    """The mixture over draws of the weights, Σ_s w_s p(t | y_s(x)): see `structvi.predict.predict.predict`."""
-
-    forward = predict
-
+    predict = forward = predict
     predictor = predictor
-    """The posterior as S drawn networks, for serving: see `structvi.predict.predictor.predictor`."""
-
     evaluate = evaluate
-    """Likelihood, error, calibration and coverage of predictions on a loader, streamed: see `metrics.evaluate`."""
-
     calibrate = calibrate
-    """A temperature or scale, and conformal sets, from held-out data: see `predict.calibration.calibrate`."""
-
     acquire = acquire
-    """Which inputs of a pool to label next: see `structvi.predict.acquire.acquire`."""
-
     output_moments = output_moments
-    """Mean and covariance of the linearised network's outputs, exactly: see `structvi.predict.linearised`."""
-
     sample = sample
-    """n independent draws of the weights, by tensor name: see `structvi.predict.sample.sample`."""
-
     sample_network = sample_network
-    """A copy of the network with drawn weights: an ordinary module with parameters of its own."""
-
     mean_network = mean_network
-    """A copy of the network at the posterior mean of its weights."""
-
-    @torch.no_grad()
-    def summary(self) -> str:
-        """Return a page about the posterior: its random tensors, their widths, and the end of its last fit.
-
-        A line for each tensor has its shape, the root mean square of its mean, the median of its standard deviations,
-        and the share of its weights that are more than two standard deviations from zero.
-
-        Example:
-            >>> from structvi import MeanField, likelihoods
-            >>> bayes = variationalize(nn.Linear(3, 2), likelihoods.Categorical(), MeanField(), num_data=100)
-            >>> print(bayes.summary().splitlines()[0])
-            MeanField over 8 numbers, likelihood Categorical, N = 100
-        """
-        self.check_whole()
-        model, space, density = self.model, self.space, self.family()
-        mean, sd = (space.unravel(x) for x in (density.mean, density.variance.clamp(min=0).sqrt()))
-        N = "not known yet" if model.known_num_data is None else model.known_num_data
-        names = f"{type(self.family).__name__} over {space.size} numbers, likelihood {type(model.likelihood).__name__}"
-        lines = [
-            f"{names}, N = {N}",
-            f"{'tensor':30} {'shape':>16} {'rms of mean':>12} {'median sd':>10} |mean| > 2 sd",
-        ]
-        for name in space.names:
-            m, s = mean[name].double(), sd[name].double()
-            shape = " × ".join(map(str, m.shape)) or "1"
-            clear, rms = 100 * (m.abs() > 2 * s).double().mean(), m.square().mean().sqrt()
-            lines.append(f"{name:30} {shape:>16} {rms:12.3g} {s.median():10.3g} {clear:11.0f} %")
-        held = [name for name, _ in self.net.named_parameters() if name not in space.names]
-        if held:
-            few = ", ".join(held[:4]) + (", .." if len(held) > 4 else "")
-            lines.append(f"held at the network's values: {len(held)} tensors ({few})")
-        fitted = self.last_fit
-        last = "not fitted in this session: bayes.fit(loader, ..)" if fitted is None else f"last fit: {fitted.verdict}"
-        return "\n".join([*lines, last])
-
-    def diagnose(self, loader: Iterable[Any], **options: Any) -> "Report":
-        """Return how near it is to the posterior and how good its fit: see `structvi.diagnostics.diagnose`."""
-        from .diagnostics import diagnose  # loaded when asked for, as are its plots
-
-        return diagnose(self, loader, **options)
-
-    def to_arviz(self, loader: Iterable[Any] | None = None, draws: int = 1000, **options: Any) -> "DataTree":
-        """Return draws as the xarray `DataTree` of arviz: see `structvi.diagnostics.to_arviz`."""
-        from .diagnostics import to_arviz
-
-        return to_arviz(self, loader, draws, **options)
+    diagnose = diagnose
+    to_arviz = to_arviz
 
     def elbo(
         self,
@@ -309,8 +229,8 @@ class Posterior(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Estimate:
         """The ELBO over all data, in nats, with its standard error: every batch sees the same draws."""
-        batches = Batches(loader, device=self.device)
-        return elbo_over(self, batches.everything(), groups=groups, coupling=coupling, generator=generator)
+        everything = Batches(loader, device=self.device).everything()
+        return elbo_over(self, everything, groups=groups, coupling=coupling, generator=generator)
 
     def save(self, path: str | os.PathLike[str], network: Literal["store", "hash"] = "store") -> None:
         """Write the posterior to one safetensors file, atomically; `structvi.load(path, net)` reads it.
@@ -326,7 +246,6 @@ class Posterior(nn.Module):
         posterior_file.save(self, path, network)
 
 
-@with_hints
 def variationalize(
     net: nn.Module,
     likelihood: Callable[[Any, Any], Tensor],
@@ -377,31 +296,16 @@ def variationalize(
         >>> bayes.loss((torch.zeros(10, 3), torch.zeros(10, dtype=torch.long))).requires_grad
         True
     """
-    check_one_of("dropout", dropout, DROPOUT)
-    check_one_of("batch_norm", batch_norm, BATCH_NORM)
     parameters = Parameters.of(net, select, exclude)
     _warn_of_probabilities(net, likelihood)
     if batch_norm == "deterministic":
-        affine = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in net.named_modules()
-            if isinstance(module, BATCH_NORMS)
-            for name, _ in module.named_parameters(recurse=False)
-        }
-        parameters = parameters.without(affine & set(parameters.names))
+        layers = [name for name, module in net.named_modules() if isinstance(module, BATCH_NORMS)]
+        parameters = parameters.without(name for name in parameters.names if name.rpartition(".")[0] in layers)
     model = BayesianModel(
-        net,
-        likelihood,
-        NormalPrior(1.0) if prior is None else prior,
-        num_data,
-        parameters=parameters,
-        forward=forward,
-        keys=keys,
-        evaluation=evaluation,
-        chunk=chunk,
-        checkpoint_activations=checkpoint_activations,
+        net, likelihood, NormalPrior(1.0) if prior is None else prior, num_data, parameters=parameters,
+        forward=forward, keys=keys, evaluation=evaluation, chunk=chunk, checkpoint_activations=checkpoint_activations,
         linearise=bool(linearise),
-    )
+    )  # fmt: skip
     recipe = LowRankNormal(rank=min(8, model.space.size)) if family is None else family
     if not isinstance(recipe, Family):
         raise TypeError(f"family must be a recipe such as LowRankNormal(rank=8), got {recipe!r}")
@@ -412,16 +316,13 @@ def variationalize(
     return posterior
 
 
-@with_hints
 def variationalize_head(
     net: nn.Module,
     likelihood: Callable[[Any, Any], Tensor],
     prior: Prior | None = None,
     *,
     layer: str | None = None,
-    num_data: int | None = None,
-    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
-    keys: Keys | None = None,
+    **options: Any,
 ) -> Posterior:
     """A posterior over the last layer of a trained network, of any size; the rest of the network is held.
 
@@ -433,7 +334,7 @@ def variationalize_head(
         likelihood: `likelihoods.Gaussian(noise)`, `Gaussian("point")`, `Bernoulli()` or `Categorical()`.
         prior: of independent normals; where none is given `fit_head` chooses its width, by the ELBO.
         layer: its name in `net.named_modules()`; the last linear layer or convolution by default.
-        num_data, forward, keys: as in `variationalize`.
+        **options: such as `num_data`, `forward` and `keys`, as in `variationalize`.
 
     Example:
         >>> from structvi import likelihoods
@@ -442,29 +343,10 @@ def variationalize_head(
         ('2.weight', '2.bias')
     """
     names = head_tensors(net, layer)
-    posterior = variationalize(
-        net, likelihood, MatrixNormal(), prior, num_data=num_data, select=lambda name, _: name in names,
-        forward=forward, keys=keys,
-    )  # fmt: skip
+    posterior = variationalize(net, likelihood, MatrixNormal(), prior, select=lambda name, _: name in names, **options)
     given = {"prior": prior, "layer": layer, "family": None}
     posterior.left_open = frozenset(name for name, value in given.items() if value is None)
     return posterior
-
-
-def load_posterior(
-    path: str | os.PathLike[str],
-    net: nn.Module,
-    *,
-    family: Family | None = None,
-    prior: Prior | None = None,
-    likelihood: Callable[[Any, Any], Tensor] | None = None,
-    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
-    device: torch.device | str | None = None,
-) -> Posterior:
-    """Return the posterior of a file that `Posterior.save` wrote, see `structvi.loading.load`."""
-    own = {"family": family, "prior": prior, "likelihood": likelihood, "forward": forward}
-    posterior = posterior_file.load(Posterior, path, net, **own)
-    return posterior if device is None else posterior.to(device)
 
 
 def _warn_of_probabilities(net: nn.Module, likelihood: Any) -> None:
@@ -478,5 +360,5 @@ def _warn_of_probabilities(net: nn.Module, likelihood: Any) -> None:
             f"the network ends in {type(last).__name__} ({name!r}), but likelihoods.{type(likelihood).__name__} "
             "expects logits and makes probabilities of them itself: remove that layer, or put nn.Identity() in its "
             "place",
-            stacklevel=4,
+            stacklevel=3,
         )

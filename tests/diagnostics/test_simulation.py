@@ -136,7 +136,7 @@ def test_all_fits_together():
                 vi.variationalize(net, likelihood, vi.MeanField(), vi.priors.NormalPrior(1.0), num_data=8)
             )
         data = [[(x, t)] for t in every]
-        vi.fit_many(posteriors, data, steps=150, lr=0.1, progress=False, at_once=True)
+        vi.fit_many(posteriors, data, steps=150, lr=0.1, progress=False)
         return posteriors
 
     result = sbc(simulated, fit_all, replications=40, together=True)

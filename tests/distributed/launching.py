@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 #: imported once, in the process from which all ranks are forked
 PRELOADED = [
-    "launching", "pytest", "structvi.distributed.sharding", "torch.testing", "lightning_fabric",
+    "launching", "pytest", "structvi.distributed.sharding", "torch.testing",
 ]  # fmt: skip
 
 

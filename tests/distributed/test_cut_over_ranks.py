@@ -1,9 +1,9 @@
 """The posterior does not depend on how the data are cut over processes either: against the conjugate truth."""
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-import structvi as vi
 from tests.distributed.launching import launch
 from tests.train.test_cut_into_batches import (
     OwnSampler,
@@ -19,7 +19,7 @@ from tests.train.test_cut_into_batches import (
 
 #: of rank 0 and of rank 1: more and fewer, some in common, 900 of 1000 in all
 PARTS = [list(range(600)), list(range(500, 900))]
-EPOCHS = ["sequential", "accumulated", "draws", "one's own", "torch's own", "torch's own, accumulated"]
+EPOCHS = ["sequential", "accumulated", "one's own", "torch's own", "torch's own, accumulated"]
 
 
 def fits_of_a_rank(rank, size):
@@ -49,11 +49,10 @@ def fits_of_a_rank(rank, size):
     for name, (data, accumulate) in epochs.items():
         batches = -(-500 // data.batch_size)
         out[name] = epoch_gradient(data, 1000, -(-batches // accumulate), accumulate)
-    # each rank draws weights of its own for whole batches: of 333, 333, 333 and 1
-    out["draws"] = epoch_gradient(loader(batch_size=333), 1000, 4, compute=vi.Compute(parallel="draws"))
     return out
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_does():
     """One test, for its processes are started once: workers of pytest would share out several, and start them again."""
     ranks = launch(fits_of_a_rank, 2, 2)

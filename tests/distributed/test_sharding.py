@@ -1,9 +1,5 @@
 """Sharded posteriors: what each rank holds, and that all ranks together compute what one process computes."""
 
-import os
-import signal
-from itertools import count
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.distributed import LostRankError, gather, shard
-from structvi.distributed.ranks import Ranks
-from structvi.networks.vmap_or_loop import Evaluation
+from structvi.distributed import gather, shard
 from tests.distributed.launching import launch
 
 N, D, K = 21, 3, 2
@@ -125,9 +119,6 @@ def ranks_of_a_fit(rank, size, directory):
         posterior = shard(make(family, seed=rank))
         posterior.fit(loader(size), optimizer=adam, checkpoint=vi.Checkpoint(saved, every=7, resume=True), **ADAM)
         out[family, "resumed"] = copied(gather(posterior))
-    posterior = shard(make("covariance", seed=rank))
-    history = posterior.fit(loader(size), **{**ADAM, "schedule": vi.Schedule(staged=True)}).history
-    out["staged"] = history["elbo"], posterior.family.factor.detach()
     # from rank 0's values to these ranks, to a file, and to other ranks
     file = directory / f"{size}.safetensors"
     whole = gather(shard(make("precision", seed=rank)))
@@ -135,10 +126,10 @@ def ranks_of_a_fit(rank, size, directory):
         whole.save(file)
     dist.barrier()
     out["loaded"] = copied(gather(shard(vi.load(file, make("precision", seed=5).net))))
-    with pytest.raises(ValueError, match="parallel='draws' does not go with it"):
-        shard(make("covariance")).fit(loader(size), epochs=1, compute=vi.Compute(parallel="draws"))
+    with pytest.raises(ValueError, match="need each other for every draw"):
+        shard(make("covariance")).fit(loader(size), epochs=1, compute=vi.Compute(parallel=None))
     with pytest.raises(ValueError, match="gather"):
-        posterior.save(f"{directory}/whole.safetensors")
+        shard(make("covariance")).save(f"{directory}/whole.safetensors")
     return out
 
 
@@ -205,15 +196,6 @@ def test_a_fit_agrees_with_that_of_one_process_and_goes_on_where_it_was_stopped(
         close(out[family, "resumed"], theirs, 1e-12)
 
 
-def test_a_factor_that_starts_later_starts_differently_on_each_rank(ranks):
-    elbo, factor = ranks[0]["staged"]
-    assert bool(elbo.isfinite().all())
-    for out in ranks[1:]:
-        assert torch.equal(out["staged"][0], elbo)
-        rows = min(len(factor), len(out["staged"][1]))
-        assert not torch.allclose(out["staged"][1][:rows], factor[:rows])
-
-
 # ------------------------------------------------------------------------------------------- other numbers of ranks
 
 
@@ -234,40 +216,3 @@ def test_a_fit_goes_on_whole_in_one_process(ranks, directory):
     )
     assert "resumed at step 7 from fit-0000000007.safetensors" in result.notes
     close(copied(posterior), ranks[0]["precision", "fit"][0], 1e-9)
-
-
-def with_a_death(rank, directory):
-    posterior = make("precision")
-    likelihood, calls = posterior.model.likelihood, count(1)
-    forward = likelihood.forward
-
-    def dying(output, target):
-        if rank == 1 and next(calls) == 26:  # groups of two draws, two of them: in the seventh step
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward(output, target)
-
-    likelihood.forward = dying
-    posterior.model.evaluation = Evaluation("loop")
-    with pytest.raises(LostRankError) as caught:
-        shard(posterior).fit(loader(2), optimizer=adam, checkpoint=vi.Checkpoint(directory, every=4), **ADAM)
-    return caught.value.__notes__
-
-
-@pytest.mark.slow
-def test_a_killed_rank_leaves_the_last_checkpoint_of_all_rows(tmp_path):
-    notes, lost = launch(with_a_death, 2, tmp_path)
-    assert lost is None
-    assert "fit-0000000004" in notes[-1]
-    whole, resumed = make("precision"), make("precision")
-    whole.fit(loader(), optimizer=adam, **ADAM)
-    resumed.fit(loader(), optimizer=adam, checkpoint=vi.Checkpoint(tmp_path, resume=True), **ADAM)
-    close(copied(resumed), copied(whole), 1e-6)
-
-
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="shard needs a process group"):
-        shard(make("covariance"))
-    with pytest.raises(TypeError, match="gather expects a posterior that shard made"):
-        gather(make("covariance"))
-    assert not dist.is_initialized()
-    assert not Ranks("auto", make("covariance").family).sharded

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -81,7 +80,7 @@ def test_fifty_steps_at_once_are_those_of_single_fits(family, options):
     a, b = (made(3, family, prior=prior) for _ in range(2))
     each = options.pop("each", {})
     given = {"steps": 50, "clip": 1.0, **options}
-    results = vi.fit_many(a, loaders, at_once=True, progress=False, each={"seed": [5, 6, 7], **each}, **given)
+    results = vi.fit_many(a, loaders, progress=False, each={"seed": [5, 6, 7], **each}, **given)
     singles = [
         one.fit(own, seed=5 + m, progress=False, **{name: values[m] for name, values in each.items()}, **given)
         for m, (one, own) in enumerate(zip(b, loaders, strict=True))
@@ -93,7 +92,7 @@ def test_labels_and_held_out_data():
     a, b = (made(2, likelihood=CATEGORICAL, net=lambda: mlp(2)) for _ in range(2))
     loaders = [data(n, seed=n, classes=True) for n in (20, 30)]
     held_out = [list(data(20, seed=seed, classes=True)) for seed in (8, 9)]
-    results = vi.fit_many(a, loaders, each={"validation": held_out}, steps=12, progress=False, at_once=True)
+    results = vi.fit_many(a, loaders, each={"validation": held_out}, steps=12, progress=False)
     singles = [
         one.fit(own, steps=12, progress=False, seed=m, validation=held_out[m])
         for m, (one, own) in enumerate(zip(b, loaders, strict=True))
@@ -129,13 +128,14 @@ class Items(Dataset):
         return len(self.x)
 
     def __getitem__(self, i):
-        return {"input": self.x[i] + 0.1 * torch.randn(3, dtype=torch.float64), "target": self.x[i, :1]}
+        noise = 0.1 * torch.randn(3, dtype=torch.float64)
+        return {"input": self.x[i] + noise, "target": self.x[i, :1]}
 
 
 def test_any_loader_and_data_that_are_made_anew():
     a, b = (made(2) for _ in range(2))
     loaders = [DataLoader(Items(n), batch_size=8, shuffle=True) for n in (12, 20)]
-    results = vi.fit_many(a, loaders, steps=10, progress=False, at_once=True)
+    results = vi.fit_many(a, loaders, steps=10, progress=False)
     assert_same(a, b, results, alone(b, loaders, steps=10))
 
 
@@ -145,7 +145,7 @@ def test_a_fit_that_fails_leaves_the_others_alone():
     good, bad = (x, x[:, :1]), (x, torch.full((8, 1), torch.nan, dtype=torch.float64))
     a, b = (made(3, num_data=8) for _ in range(2))
     loaders = [[good], [good, bad, good, good], [bad]]
-    results = vi.fit_many(a, loaders, at_once=True, progress=False, steps=12)
+    results = vi.fit_many(a, loaders, progress=False, steps=12)
     (first,) = alone(b[:1], loaders[:1], steps=12)
     assert_same(a[:1], b[:1], results[:1], [first])
     single = b[1].fit(loaders[1], seed=1, progress=False, steps=12)
@@ -172,26 +172,8 @@ def test_tensors_that_are_not_learned_are_each_networks_own():
     x, t = torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 1, dtype=torch.float64)
     loader = DataLoader(TensorDataset(torch.cat([x, 0 * x]), torch.cat([t, -t])), batch_size=2)
     a, b = (made(2, net=net, prior=vi.priors.NormalPrior(1.0), exclude="4.*") for _ in range(2))
-    results = vi.fit_many(a, loader, steps=8, progress=False, at_once=True)
+    results = vi.fit_many(a, loader, steps=8, progress=False)
     assert_same(a, b, results, alone(b, [loader] * 2, steps=8))
-
-
-def test_what_is_held_is_not_learned_with_the_others():
-    loader, starts = data(40), made(4)
-    for held in starts[1:3]:
-        held.model.prior.log_scale.requires_grad_(False).fill_(-1.0)
-    a, b = copy.deepcopy(starts), copy.deepcopy(starts)
-    results = vi.fit_many(a, loader, steps=20, progress=False, at_once=True)
-    assert float(a[1].model.prior.log_scale.detach()) == -1.0
-    assert float(a[0].model.prior.log_scale.detach()) != 0.0
-    assert_same(a, b, results, alone(b, [loader] * 4, steps=20))
-
-
-def test_tensors_are_each_posteriors_own_again():
-    a = made(2)
-    tensors = [(tensor, tensor.data_ptr()) for one in a for tensor in one.learned().values()]
-    vi.fit_many(a, data(20), steps=2, progress=False, at_once=True)
-    assert all(tensor.data_ptr() == place and tensor.grad is None for tensor, place in tensors)
 
 
 # ------------------------------------------------------------------------------------------------ one after another
@@ -232,81 +214,31 @@ def test_networks_that_differ_in_what_no_tensor_shows(nets, sizes):
 @pytest.mark.parametrize(
     ("posteriors", "given", "reason"),
     [
-        ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer or scheduler is your own"),
+        ({}, {"optimizer": lambda p: torch.optim.SGD(p, 1e-4)}, "optimizer is your own"),
         ({}, {"accumulate": 2}, "accumulate=2"),
-        ({"forward": lambda net, batch: (net(batch[0]), batch[1])}, {}, "which rows are padding"),
         ({"net": lambda: nn.Sequential(mlp(), nn.Dropout()), "dropout": "on"}, {}, "random"),
         ({"linearise": True}, {}, "linearised"),
         ({"net": lambda: nn.Sequential(nn.Linear(3, 2**16), nn.Linear(2**16, 1))}, {}, "a draw takes"),
     ],
 )
 def test_what_cannot_be_at_once_says_so(posteriors, given, reason):
-    loaders = [data(20), data(25)]
-    if "net" not in posteriors:
-        results = vi.fit_many(made(2, **posteriors), loaders, steps=2, progress=False, **given)
-        assert all(f"one after another: {reason}" in result.details or reason in result.details for result in results)
-    with pytest.raises(ValueError, match=f"cannot be made at once: .*{reason}"):
-        vi.fit_many(made(2, **posteriors), loaders, steps=2, progress=False, at_once=True, **given)
+    results = vi.fit_many(made(2, **posteriors), [data(20), data(25)], steps=2, progress=False, **given)
+    assert all("one after another" in result.details and reason in result.details for result in results)
 
 
-def test_forms_are_told_apart():
-    """Two of mean field and two of a low rank: two groups, each at once, results in the order that was asked for."""
-    a = [*made(2), *made(2, vi.LowRankNormal(1))]
-    results = vi.fit_many(
-        [a[0], a[2], a[1], a[3]], data(20), steps=3, progress=False, at_once=True, each={"seed": [0, 0, 1, 1]}
-    )
-    assert all("at once" in result.details for result in results)
-    single = made(1)[0]
-    single.fit(data(20), steps=3, progress=False, seed=0)
-    assert differ(single, a[0]) < 1e-12
-
-
-class WithPaths(Dataset):
-    def __init__(self, n):
-        self.x = torch.linspace(-1, 1, 3 * n).view(n, 3)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, i):
-        return {"image": self.x[i], "label": (self.x[i].sum() > 0).long(), "path": f"p{i}"}
-
-
-def test_batches_with_words_in_them():
-    nets = [nn.Linear(3, 2) for _ in range(3)]
-    posteriors = [vi.variationalize(net, CATEGORICAL, vi.MeanField(), keys=("image", "label")) for net in nets]
-    results = vi.fit_many(posteriors, [DataLoader(WithPaths(n), 8) for n in (30, 21, 13)], epochs=2, progress=False)
-    assert [result.steps for result in results] == [8, 6, 4]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"checkpoint": vi.Checkpoint("somewhere")}, "checkpoint= is for one fit"),
-        ({"callback": print}, "callback= is for one fit"),
+def test_what_is_refused():
+    for given, message in [
         ({"each": {"seed": [1]}}, "one value for each of the 2"),
-        ({"each": {"lr": [1.0, 2.0]}, "lr": 1.0}, "for all and for each"),
-        ({"stepps": 3}, "unexpected keyword argument 'stepps'"),
+        ({"each": {"lr": [1.0, 2.0]}, "lr": 1.0}, "then not given for all"),
         ({"steps": None}, "fit needs a length"),
-    ],
-)
-def test_what_is_refused(given, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        vi.fit_many(made(2), data(20), **{"steps": 2, "progress": False, **given})
+    ]:
+        with pytest.raises(ValueError, match=message):
+            vi.fit_many(made(2), data(20), **{"steps": 2, "progress": False, **given})
 
 
 def test_networks_and_likelihoods_of_their_own():
     one, other = made(2)
-    with pytest.raises(ValueError, match="a network of its own"):
-        vi.fit_many([one, one], data(20), steps=2)
     other.model.likelihood = one.model.likelihood
-    with pytest.raises(ValueError, match="share something that is learned"):
-        vi.fit_many([one, other], data(20), steps=2)
-
-
-def test_a_process_group_of_one_rank_shares_no_work(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        vi.fit_many(made(2), [data(20), data(20)], steps=2, at_once=True, progress=False)
-    finally:
-        dist.destroy_process_group()
+    for posteriors in ([one, one], [one, other]):
+        with pytest.raises(ValueError, match="share a network or something that is learned"):
+            vi.fit_many(posteriors, data(20), steps=2)

@@ -5,7 +5,6 @@ import torch
 from torch.distributions import MultivariateNormal
 
 import structvi as vi
-from structvi.families import kl
 from structvi.testing import dense_moments
 
 F64 = torch.float64
@@ -48,23 +47,6 @@ def test_algebra_is_the_dense_one_with_its_gradients():
         torch.testing.assert_close(ours, theirs)
         wanted = torch.autograd.grad(theirs.sum(), q.log_scale, retain_graph=True)
         torch.testing.assert_close(torch.autograd.grad(ours.sum(), q.log_scale, retain_graph=True), wanted)
-
-
-def test_kl_to_another_normal_is_the_dense_one():
-    q, p = family(), vi.MeanField().bind(family().space)
-    theirs = torch.distributions.kl_divergence(
-        MultivariateNormal(q.mean, dense(q)), MultivariateNormal(p.mean, torch.diag((2 * p.log_scale).exp()))
-    )
-    torch.testing.assert_close(kl(q(), p()), theirs)
-
-
-def test_a_fit_learns_its_mean_and_scales():
-    target = vi.LogDensity(lambda p: -0.5 * (p["weight"].square().sum() + 4 * p["bias"].square().sum()), family().space)
-    recipe = vi.MatrixNormal(initial_mean="zero", initial_scale=1.0)
-    found = vi.fit_density(target, recipe, progress=False)
-    torch.testing.assert_close(
-        found.family().variance, torch.tensor([1.0] * 12 + [0.25] * 3, dtype=F64), rtol=0.02, atol=0
-    )
 
 
 def test_it_takes_a_diagonal_and_refuses_what_is_no_layer():

@@ -9,14 +9,12 @@ from structvi import (
     FullNormal,
     LowRankNormal,
     LowRankPrecision,
-    MCDropout,
     MeanField,
-    Mixture,
     Parameters,
     PerLayer,
     Rotated,
 )
-from structvi.families.low_rank import factors, hold_factors, precision_rank, release_factors
+from structvi.families.low_rank import precision_rank
 from structvi.families.normal import Diagonal, LowRank, NormalForm, Triangle
 
 P, K = 5, 2
@@ -103,36 +101,6 @@ def test_a_family_set_to_its_own_normal_is_the_same(family):
     torch.testing.assert_close(other().covariance(), one().covariance())
 
 
-def test_columns_beyond_the_rank_widen_the_diagonal():
-    form = forms()["precision"]
-    q = LowRankPrecision(rank=1).bind(space(), seeded())
-    q.set_normal(form)
-    own, truth = (torch.linalg.inv(c) for c in (q().covariance().detach(), covariance(form)))
-    first = form._replace(root=form.root._replace(factor=form.root.factor[:, :1]))
-    torch.testing.assert_close(own.diagonal(), truth.diagonal())
-    off = ~torch.eye(P, dtype=torch.bool)
-    torch.testing.assert_close(own[off], torch.linalg.inv(covariance(first))[off])
-
-
-def test_what_is_no_normal_says_so():
-    assert MAP().bind(space()).normal().root.scale.tolist() == [0.0] * P
-    mixed = PerLayer({"a": LowRankPrecision(rank=K), "b": LowRankNormal(rank=1)})
-    for recipe in (Mixture(MeanField()), MCDropout(0.9), mixed, FAMILIES["full block"]):
-        family = recipe.bind(space(), seeded())
-        assert family.normal() is None
-    with pytest.raises(TypeError, match="set_normal"):
-        Mixture(MeanField()).bind(space(), seeded()).set_normal(forms()["diagonal"])
-
-
-def test_factors_are_held_and_started_in_all_parts():
-    q = Mixture(PerLayer({"a": LowRankNormal(rank=1), "b": LowRankPrecision(rank=2)})).bind(space(), seeded())
-    assert [tuple(factor.shape) for factor in factors(q)] == [(3, 1), (2, 2)] * 2
-    hold_factors(q)
-    assert not any(factor.requires_grad or factor.any() for factor in factors(q))
-    release_factors(q, seeded(), size=0.01)
-    assert all(factor.requires_grad and 0 < factor.abs().max() < 0.05 for factor in factors(q))
-
-
 @pytest.mark.parametrize("name", forms())
 def test_affine_is_the_law_of_a_mapped_variable(name):
     form, shift, scale = forms()[name], noise(P, seed=5), noise(P, seed=6).exp()
@@ -158,9 +126,3 @@ def test_a_family_says_how_many_columns_it_keeps():
     )
     bound = [recipe.bind(space(), seeded()) for recipe in (*recipes, PerLayer({"a": LowRankPrecision(1), "b": MAP()}))]
     assert [precision_rank(family) for family in bound] == [0, 0, 2, P, 2, 1]
-
-
-def test_a_mixture_has_the_weights_that_it_is_given():
-    parts = [MeanField().bind(space(), seeded(seed)) for seed in (0, 1)]
-    q = Mixture.weighted(parts, torch.tensor([0.2, 0.8]).double().log() + 3)
-    torch.testing.assert_close(q().proportions, torch.tensor([0.2, 0.8], dtype=torch.float64))

@@ -95,12 +95,12 @@ def test_slices_of_the_weights_with_summed_sums_are_the_whole(recipe):
     density = family(recipe)()
     noise = vi.couplings.paired(2, P, density.rank, torch.Generator().manual_seed(1), torch.float64)
     g, g_q = torch.randn(4, P, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    state, ranks = density.state(), Ranks(2)
+    ranks = Ranks(2)
 
     def results(at, reduce):
-        own = [x[at].detach().requires_grad_() for x in (state.mean, state.log_scale, state.factor)]
+        own = [x[at].detach().requires_grad_() for x in (density.mean, density.log_scale, density.factor)]
         drawn = numerics.draw(
-            numerics.State(*own, state.unit[at], state.precision, P, reduce), noise.diagonal[:, at], noise.low_rank
+            *own, density.unit[at], density.of_precision, P, reduce, noise.diagonal[:, at], noise.low_rank
         )
         torch.autograd.backward(drawn, (g[:, at], g_q))
         return [*(x.detach() for x in drawn), *(x.grad for x in own)]

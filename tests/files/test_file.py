@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from structvi.files.file import DTYPES, FORMAT, LONGEST, CheckpointError, MissingFile, digest, opened, read, write
+from structvi.files.file import DTYPES, FORMAT, CheckpointError, digest, read, write
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([True, False]), "empty": torch.zeros(0, 3)}
 DESCRIPTION = {"kind": "test", "steps": [1, 2], "deep": {"x": None, "y": "ü"}}
@@ -43,16 +43,12 @@ def test_round_trip(path):
 def test_every_dtype_and_shape_comes_back_to_the_bit(tmp_path, dtype):
     raw = torch.randint(0, 2, (3, 4)) if dtype == torch.bool else torch.randint(-100, 100, (3, 4))
     tensors = {"x": raw.to(dtype), "t": raw.to(dtype).T, "part": raw.to(dtype)[1, ::2], "one": raw.to(dtype)[0, 0]}
-    write(tmp_path / "q", {**tensors, "odd": torch.ones(3, dtype=torch.int8)}, {})
+    x = torch.tensor([torch.nan, -0.0, torch.inf, -torch.inf])  # values that compare badly
+    write(tmp_path / "q", {**tensors, "odd": torch.ones(3, dtype=torch.int8), "bad": x}, {})
     found = read(tmp_path / "q")[0]
     assert torch.equal(found.pop("odd"), torch.ones(3, dtype=torch.int8))
+    assert torch.equal(found.pop("bad").view(torch.int32), x.view(torch.int32))
     assert same(found, tensors)
-
-
-def test_values_that_compare_badly_come_back(tmp_path):
-    x = torch.tensor([torch.nan, -0.0, torch.inf, -torch.inf])
-    write(tmp_path / "q", {"x": x}, {})
-    assert torch.equal(read(tmp_path / "q")[0]["x"].view(torch.int32), x.view(torch.int32))
 
 
 def test_the_same_content_is_the_same_file_and_what_is_read_is_its_own(path, tmp_path):
@@ -91,6 +87,7 @@ print(memory("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_saving_holds_no_copy_of_the_tensors(tmp_path):
     """A posterior of 112 MB, 64 MB of them a factor that lies column by column: memory grows by less than a sixth."""
     run = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path / "q")], capture_output=True, text=True, check=True)
@@ -99,40 +96,22 @@ def test_saving_holds_no_copy_of_the_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("old", [True, False])
-def test_a_fault_leaves_the_old_file_or_none(path, tmp_path, monkeypatch, step, code, old):
-    target = path if old else tmp_path / "new"
+def test_a_fault_leaves_the_old_file_or_none(path, tmp_path, monkeypatch, step, fault, old):
     before = path.read_bytes()
 
     def fails(*arguments):
-        raise OSError(code, os.strerror(code))
+        raise fault
 
     monkeypatch.setattr(os, step, fails)
-    with pytest.raises(OSError, match=r"untouched" if old else "no file was made") as caught:
-        write(target, {"x": torch.ones(3)}, {})
-    assert caught.value.errno == code
+    with pytest.raises(type(fault)) as caught:
+        write(path if old else tmp_path / "new", {"x": torch.ones(3)}, {})
+    if isinstance(fault, OSError):
+        assert caught.value.errno == errno.ENOSPC
+        assert ("untouched" if old else "no file was made") in str(caught.value)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_interrupted_write_leaves_the_old_file(path, tmp_path, monkeypatch):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write(path, {"x": torch.ones(3)}, {})
-    assert same(read(path)[0], TENSORS)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_link_stays_and_its_target_is_written(path, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    write(link, {"x": torch.ones(3)}, {})
-    assert link.is_symlink()
-    assert list(read(path)[0]) == ["x"]
 
 
 def test_without_what_windows_lacks(path, tmp_path, monkeypatch):
@@ -150,7 +129,6 @@ def test_what_is_not_written(tmp_path):
         (tmp_path, TENSORS, {}, OSError, "it is a directory"),
         (tmp_path / "q", {"x": torch.eye(2).to_sparse()}, {}, TypeError, "sparse"),
         (tmp_path / "q", {"x": torch.zeros(1, dtype=torch.complex64)}, {}, TypeError, "complex64"),
-        (tmp_path / "q", {}, {"x": "y" * (LONGEST + 1)}, ValueError, "its description takes"),
         (tmp_path / "q", {}, {"x": {1, 2}}, TypeError, "not JSON serializable"),
     ]
     for where, tensors, description, error, message in cases:
@@ -214,21 +192,16 @@ def test_every_kind_of_damage_is_refused(path, tmp_path):
 def test_what_the_error_says(path, tmp_path):
     save_file(TENSORS, tmp_path / "theirs")
     torch.save([1], tmp_path / "pickle")
-    write(tmp_path / "other", {}, {})
-    data = (tmp_path / "other").read_bytes()
-    (tmp_path / "version").write_bytes(data.replace(b'format\\":2', b'format\\":9'))
-    (tmp_path / "pipe").mkdir()
+    (tmp_path / "version").write_bytes(path.read_bytes().replace(b'format\\":2', b'format\\":9'))
     for name, message in [
-        ("theirs", 'was not written by structvi: its metadata lack the entry "structvi"'),
+        ("theirs", 'was not written by structvi: its metadata have no description in "structvi"'),
         ("pickle", "no safetensors file.*does not unpickle"),
         ("version", "has format version 9, this structvi reads 2"),
-        ("pipe", "a directory, a pipe or a device"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path / name)
-    with pytest.raises(MissingFile, match="no such file"):
+    with pytest.raises(FileNotFoundError, match="no such file"):
         read(tmp_path / "missing")
-    assert issubclass(MissingFile, FileNotFoundError)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and devices")
@@ -239,10 +212,3 @@ def test_pipes_and_devices_are_not_opened(tmp_path):
             read(where)
         with pytest.raises(OSError, match="a device"):
             write(where, {}, {})
-
-
-def test_a_file_is_looked_at_before_its_tensors_are_read(path):
-    with opened(path) as stored:
-        assert stored.description == DESCRIPTION
-        assert stored.table == {name: (tuple(x.shape), str(x.dtype)) for name, x in TENSORS.items()}
-        assert same(stored.tensors(), TENSORS)

@@ -35,7 +35,7 @@ def test_at_once_is_one_by_one(family, kind, tolerance, device):
     """Sizes that differ, two stages, averages; float32 sums in another order, and Adam makes that 1e-4 of a step."""
     loaders = [data(n, kind) for n in (40, 33, 20)]
     a, b = (made(3, family, kind, device) for _ in range(2))
-    vi.fit_many(a, loaders, steps=50, progress=False, at_once=True)
+    vi.fit_many(a, loaders, steps=50, progress=False)
     for m, (one, own) in enumerate(zip(b, loaders, strict=True)):
         one.fit(own, steps=50, seed=m, progress=False)
         theirs = one.learned()

@@ -1,4 +1,4 @@
-"""Several processes: NCCL with one rank, gloo with two on one device; data parallel, draws, shards and DDP."""
+"""Several processes: NCCL with one rank, gloo with two on one device; data parallel, shards and DDP."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ NAMES = ("mean field", "covariance", "precision")
 
 
 def fits(rank, size, device, names):
-    """Data parallel, draws of each rank its own, sharded; and a loop with DDP."""
+    """Data parallel, sharded; and a loop with DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
     from structvi.distributed import LossModule, gather, shard
@@ -32,9 +32,6 @@ def fits(rank, size, device, names):
         bayes = make(name, torch.float64).to(device)
         result = bayes.fit(loader(own, size), **STEPS)
         out[name, "data"] = values(bayes), result.history["elbo"], result.notes
-        if size > 1:
-            bayes = make(name, torch.float64).to(device)
-            out[name, "draws"] = bayes.fit(loader(own), compute=vi.Compute(parallel="draws"), **STEPS).history["elbo"]
         bayes = shard(make(name, torch.float64).to(device))
         history = bayes.fit(loader(own, size), **STEPS).history
         out[name, "sharded"] = values(gather(bayes)), history["elbo"], None
@@ -90,13 +87,6 @@ def test_two_ranks_on_one_device_compute_what_one_process_does(name, how, two_ra
         torch.testing.assert_close(elbo, result.history["elbo"], rtol=1e-6, atol=1e-6)
         check_close(got, values(bayes), 1e-6)
         assert notes is None or any("2 ranks" in note for note in notes)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ranks_with_draws_of_their_own_agree_with_each_other(name, two_ranks):
-    elbos = [out[name, "draws"] for out in two_ranks]
-    assert torch.equal(*elbos)
-    assert bool(torch.isfinite(elbos[0]).all())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -88,17 +88,6 @@ def test_long_sides_are_thinned_out(tmp_path):
     assert "1/3 × 1/1 × 1/2 are shown" in text
 
 
-def test_other_shapes_are_refused(tmp_path):
-    volume, maps = case()
-    with pytest.raises(ValueError, match=r"expected a volume .* \(20, 16, 12\), got \[\(1, 20, 16, 6\)\]"):
-        imaging.write_page(tmp_path / "a.html", volume[..., :6], maps)
-    with pytest.raises(ValueError, match=r"got \[\(1, 20, 16, 12\), \(20, 16, 6\)\]"):
-        imaging.write_page(tmp_path / "a.html", volume, maps, truth=maps.label[..., :6])
-    flat = Maps(torch.ones(1, 4, 4), torch.zeros(4, 4), torch.zeros(4, 4), "numbers")
-    with pytest.raises(ValueError, match="expected a volume"):
-        imaging.write_page(tmp_path / "a.html", torch.zeros(1, 4, 4), flat)
-
-
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_draws_the_planes_and_moves_them(page, width, tmp_path):

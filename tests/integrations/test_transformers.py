@@ -42,16 +42,6 @@ def without_labels(batch):
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
-def test_an_output_with_logits_needs_no_forward():
-    """The mean network's probabilities are the model's own softmax."""
-    net = bert()
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MAP(), select="classifier*")
-    batch = next(iter(DataLoader(sentences(), batch_size=24)))
-    with torch.no_grad():
-        expected = net(**without_labels(batch)).logits.softmax(1)
-    torch.testing.assert_close(bayes.predict(without_labels(batch)).mean, expected)
-
-
 def test_tokens_are_observations_and_those_without_a_label_do_not_count():
     net, data = bert(BertForTokenClassification), sentences(labels=(6,))
     for row in data:
@@ -109,12 +99,6 @@ def test_a_trainer_fits_evaluates_and_goes_on_from_its_checkpoint(tmp_path):
     assert torch.equal(again.family.mean, bayes.family.mean)
 
 
-def test_weight_decay_is_refused(tmp_path):
-    bayes = vi.variationalize(bert(), vi.likelihoods.Categorical(), vi.MeanField(), select="classifier*")
-    with pytest.raises(ValueError, match=r"weight_decay=0\.01 would change the posterior"):
-        PosteriorTrainer(bayes, arguments(tmp_path, weight_decay=0.01), train_dataset=sentences())
-
-
 def test_an_adapter_is_read_by_peft_and_with_its_posterior(tmp_path):
     bayes = vi.variationalize(adapted(), vi.likelihoods.Categorical(), vi.MeanField(initial_scale=0.01), num_data=24)
     with torch.no_grad():
@@ -130,9 +114,3 @@ def test_an_adapter_is_read_by_peft_and_with_its_posterior(tmp_path):
     loaded = load_adapter(tmp_path, bert())
     assert torch.equal(loaded.family.mean, bayes.family.mean)
     torch.testing.assert_close(loaded.predict(inputs).mean, bayes.predict(inputs).mean)
-
-
-def test_a_network_without_adapters_has_no_adapter_to_save(tmp_path):
-    bayes = vi.variationalize(bert(), vi.likelihoods.Categorical(), vi.MAP(), select="classifier*", num_data=1)
-    with pytest.raises(TypeError, match="save_adapter is for a PeftModel, and this network is a BertFor"):
-        save_adapter(bayes, tmp_path)

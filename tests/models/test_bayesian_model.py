@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from structvi import BayesianModel, Estimator, LogDensity, Parameters, elbo, likelihoods, variationalize
-from structvi.families import MeanField
+from structvi import BayesianModel, likelihoods
 from structvi.models.priors import NormalPrior
 
 NOISE, PRIOR, N, B = 0.3, 0.7, 12, 6
@@ -72,24 +71,6 @@ class TestByHand:
 
         self.check(model, draws(model), (x, labels), by_hand)
 
-    def test_log_density_with_and_without_a_batch(self, evaluation):
-        space = Parameters({"a": torch.zeros(2, 2).double(), "b": torch.zeros(()).double()})
-
-        def fn(p, batch=1.0):
-            return (p["a"] @ p["a"].T).sum() * batch + p["b"].sin()
-
-        target = LogDensity(fn, space, evaluation=evaluation)
-        theta = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-        for batch in (None, 2.5):
-            self.check(
-                target,
-                theta,
-                batch,
-                lambda row, factor=batch or 1.0: (
-                    (row[:4].view(2, 2) @ row[:4].view(2, 2).T).sum() * factor + row[4].sin()
-                ),
-            )
-
 
 class TestMinibatches:
     def test_mean_over_a_partition_is_the_full_data(self):
@@ -113,16 +94,6 @@ class TwoInputs(nn.Module):
 
 
 class TestBatches:
-    def test_pairs_lists_and_dicts_are_the_same(self):
-        model = regression()
-        x, t = data()
-        theta = draws(model)
-        expected = model.log_joint(theta, (x, t))
-        close(model.log_joint(theta, [x, t]), expected)
-        for key in ("target", "targets", "label", "labels", "y"):
-            close(model.log_joint(theta, {"image": x, key: t}), expected)
-            close(model.log_joint(theta, {key: t, "image": x}), expected)
-
     def test_several_inputs_by_position_and_by_name(self):
         model = regression(TwoInputs())
         x, t = data()
@@ -154,37 +125,6 @@ class TestBatches:
         assert set(seen) == {dict}
 
 
-class TestOutputs:
-    def test_tensor(self):
-        model = regression()
-        x, _ = data()
-        theta = draws(model)
-        close(model.outputs(theta, x), torch.stack([mlp_by_hand(row, x) for row in theta]))
-        assert model.outputs(theta[:1], x).shape == (1, B, 2)
-
-    @pytest.mark.parametrize("evaluation", ["auto", "vmap", "loop"])
-    def test_dicts_and_tuples_keep_their_form(self, evaluation):
-        class Heads(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.linear = nn.Linear(3, 2, dtype=torch.float64)
-
-            def forward(self, x):
-                y = self.linear(x)
-                return {"mean": y, "more": (y.exp(), [y.sum(-1)])}
-
-        model = regression(Heads(), evaluation=evaluation)
-        x, _ = data()
-        theta = draws(model)
-        outputs = model.outputs(theta, x)
-        y = outputs["mean"]
-        W, b = (model.space.unravel(theta)[name] for name in ("linear.weight", "linear.bias"))
-        close(y, x @ W.mT + b.unsqueeze(1))
-        close(outputs["more"][0], y.exp())
-        close(outputs["more"][1][0], y.sum(-1))
-        assert isinstance(outputs["more"], tuple)
-
-
 class TestFixed:
     """Tensors that every draw shares: apart from theta, with a gradient of their own."""
 
@@ -203,12 +143,6 @@ class TestFixed:
         for a, b in zip(got, torch.autograd.grad(expected.sum(), [theta, *fixed.values()]), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
         close(model.outputs(small, x, fixed), model.outputs(whole, x))
-
-    def test_log_density(self):
-        space = Parameters({"a": torch.zeros(2), "b": torch.zeros(3)})
-        target = LogDensity(lambda p: p["a"].sum() * p["b"].sum(), space)
-        theta, b = torch.randn(4, 2), torch.randn(3)
-        torch.testing.assert_close(target.log_joint(theta, None, {"b": b}), theta.sum(-1) * b.sum())
 
 
 class TestCheckpointedActivations:
@@ -244,19 +178,6 @@ class TestCheckpointedActivations:
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])
 
-    @pytest.mark.parametrize("dropout", ["on", "off"])
-    def test_a_fit_ends_in_the_same_bits(self, dropout):
-        ends = []
-        for options in ({"evaluation": "loop"}, {"checkpoint_activations": True}):
-            torch.manual_seed(2)
-            net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)).double()
-            bayes = variationalize(
-                net, likelihoods.Gaussian(NOISE), MeanField(), num_data=N, dropout=dropout, **options
-            )  # fmt: skip
-            bayes.fit([data()], steps=5, progress=False)
-            ends.append(torch.cat([p.flatten() for p in bayes.parameters()]))
-        assert torch.equal(*ends)
-
     def test_less_memory(self, peak_bytes):
         net = nn.Sequential(nn.Linear(3, 40), *[nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(6)])
         batch, peaks = (torch.randn(200, 3), torch.randn(200, 40)), []
@@ -272,14 +193,3 @@ class TestCheckpointedActivations:
             peaks.append(tracker.peak)
         # eight draws of activations against one, and the [8, P] gradient in both
         assert peaks[1] < 0.5 * peaks[0]
-
-
-def test_a_target_of_the_users_own():
-    class Mine:
-        space = Parameters({"z": torch.zeros(2)})
-
-        def log_joint(self, theta, batch=None):
-            return -0.5 * theta.square().sum(-1)
-
-    q = MeanField().bind(Mine.space)
-    assert elbo(q, Mine(), estimator=Estimator(groups=3)).requires_grad

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import structvi as vi
 from structvi import likelihoods as lk
-from structvi.models.bayesian_model import arguments_of, plain, split_batch
 
 
 class WithHeader(torch.Tensor):
@@ -114,67 +113,3 @@ def test_what_can_be_told_without_keys():
     # a second tensor may be meant for the network: it is asked about
     with pytest.raises(ValueError, match=r"does not take \['image', 'age'\]: tell which.*keys="):
         bayes.fit([{"image": image, "age": torch.zeros(4), "label": t}], steps=1, progress=False)
-
-
-def test_several_inputs():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 1)
-
-        def forward(self, a, b):
-            return self.layer(torch.cat([a, b], 1))
-
-    batch = {"p": torch.ones(5, 1), "q": torch.ones(5, 2), "t": torch.zeros(5, 1), "name": ["x"] * 5}
-    bayes = vi.variationalize(Both(), lk.Gaussian(1.0), vi.MeanField(), keys=(("p", "q"), "t"), num_data=5)
-    bayes.fit([batch], steps=1, progress=False)
-    named = {"a": batch["p"], "b": batch["q"], "y": batch["t"], "name": ["x"] * 5}
-    arguments, keywords = arguments_of(Both(), split_batch(named)[0])
-    assert (arguments, set(keywords)) == ((), {"a", "b"})
-
-
-@pytest.mark.parametrize("keys", ["image", ("image",), ("image", 1), ((), "label")])
-def test_wrong_keys_are_refused(keys):
-    with pytest.raises(TypeError, match=r"keys must be \(input, target\)"):
-        vi.variationalize(net(), lk.Categorical(), keys=keys)
-
-
-def test_pairs_are_still_pairs_beside_keys():
-    bayes = vi.variationalize(net(), lk.Categorical(), keys=("a", "b"), num_data=4)
-    image, label = torch.zeros(1, 1, 8, 8), torch.zeros(1, 8, 8).long()
-    a = bayes.loss((image, label), generator=torch.Generator().manual_seed(0))
-    b = bayes.loss({"a": image, "b": label.unsqueeze(1).float()}, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(a, b)
-
-
-def test_only_what_is_plain_inside_is_undressed():
-    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-    assert plain(nested) is nested
-    parameter = nn.Parameter(torch.zeros(2))
-    assert plain(parameter) is parameter
-    assert type(plain([dressed(torch.zeros(2))])[0]) is torch.Tensor
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.slow
-def test_monai_itself():
-    from monai.data import DataLoader as MonaiLoader
-    from monai.data import Dataset as MonaiDataset
-    from monai.data import MetaTensor
-    from monai.transforms import Compose, EnsureChannelFirstd, EnsureTyped, RandFlipd, ScaleIntensityd
-
-    x = torch.randn(6, 8, 8, generator=torch.Generator().manual_seed(0))
-    items = [{"image": one.numpy(), "label": (one > 0).float().numpy(), "case": f"p{i}"} for i, one in enumerate(x)]
-    both = ["image", "label"]
-    transform = Compose([
-        EnsureChannelFirstd(both, channel_dim="no_channel"), ScaleIntensityd("image"), RandFlipd(both, prob=0.5),
-        EnsureTyped(both, track_meta=True),
-    ])  # fmt: skip
-    data = MonaiLoader(MonaiDataset(items, transform), batch_size=3, shuffle=True)
-    batch = next(iter(data))
-    assert isinstance(batch["image"], MetaTensor)
-    bayes = vi.variationalize(net(), lk.Categorical(), keys=("image", "label"))
-    result = bayes.laplace(data, validation=data, progress=False)
-    assert result.selected
-    assert bayes.evaluate(data, draws=2).count == 6 * 64
-    assert type(bayes.predict(batch["image"], draws=2).mean) is torch.Tensor

@@ -1,7 +1,5 @@
 """A posterior of the linearised network: in fits, predictions, files and programs, against truth where there is one."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -71,29 +69,6 @@ def test_of_a_network_that_is_linear_it_is_the_network(family):
     assert torch.allclose(state, state2, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_logistic_regression_is_that_of_vi_fit():
-    """The same posterior by fixed draws: its fit is exact to 1e-3 nats, the minibatch fit to its step size."""
-    x, t = data(60)
-    net = nn.Linear(3, 1).double()
-    bayes = vi.variationalize(
-        net, vi.likelihoods.Bernoulli(), vi.FullNormal(), vi.priors.NormalPrior(1.0), linearise=True, num_data=60
-    )
-    batches = [(x, t.double().unsqueeze(1))]
-    result = bayes.fit(batches, steps=800, estimator=vi.Estimator(groups=8), lr=0.05, progress=False)
-    space = vi.Parameters({"w": torch.zeros(4, dtype=torch.float64)})
-
-    def log_density(p):
-        y = x @ p["w"][:3] + p["w"][3]
-        fit = -nn.functional.binary_cross_entropy_with_logits(y, t.double(), reduction="sum")
-        return fit + torch.distributions.Normal(0.0, 1.0).log_prob(p["w"]).sum()
-
-    truth = vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
-    assert result.elbo.value == pytest.approx(truth.elbo.value, abs=0.1)
-    with torch.no_grad():
-        assert vi.kl(bayes.family(), truth.family()).item() < 0.01  # the averaged iterates of 800 steps
-
-
 @pytest.mark.parametrize("family", [FAMILIES[3], *FAMILIES[5:7]], ids=names)
 def test_fitted_saved_loaded_and_resumed(family, tmp_path):
     pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
@@ -125,59 +100,3 @@ def test_fitted_saved_loaded_and_resumed(family, tmp_path):
     x = pair[0]
     assert torch.equal(loaded.predict(x, generator=seeded()).mean, bayes.predict(x, generator=seeded()).mean)
     assert bayes.evaluate(loader(pair), generator=seeded()).nlpd > 0
-
-
-def test_resume_knows_where_the_network_was_linearised(tmp_path):
-    pair, net = data(dtype=torch.float32), network(dtype=torch.float32)
-    family = vi.MeanField()
-    vi.variationalize(net, vi.likelihoods.Categorical(), family, linearise=True).fit(
-        loader(pair), steps=6, checkpoint=vi.Checkpoint(tmp_path), progress=False
-    )
-    other = copy.deepcopy(net)
-    with torch.no_grad():
-        other[0].weight.add_(0.1)
-    for one, linearise in ((other, True), (net, False)):
-        bayes = vi.variationalize(one, vi.likelihoods.Categorical(), family, linearise=linearise)
-        with pytest.raises(ValueError, match="where the network is linearised"):
-            bayes.fit(loader(pair), steps=6, checkpoint=vi.Checkpoint(tmp_path, resume=True), progress=False)
-
-
-def test_a_prediction_may_be_linearised_or_not():
-    net, (x, _) = network(), data()
-    plain = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40)
-    linear = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
-    with torch.no_grad():
-        linear.family.load_state_dict(plain.family.state_dict())
-
-    def outputs(bayes, **options):
-        return bayes.predict(x, 64, generator=seeded(), **options).outputs
-
-    assert torch.equal(outputs(plain, linearise=True), outputs(linear))
-    assert torch.equal(outputs(plain), outputs(linear, linearise=False))
-    assert not torch.allclose(outputs(plain), outputs(linear))
-    with pytest.raises(ValueError, match="linearise must be True, False or None"):
-        plain.predict(x, linearise="yes")
-    mixture = vi.variationalize(net, vi.likelihoods.Categorical(), vi.Mixture(vi.MeanField(), 2), num_data=40)
-    with pytest.raises(ValueError, match="a posterior around one mean"):
-        mixture.predict(x, linearise=True)
-
-
-def test_a_user_forward_calls_the_linearised_network():
-    net, (x, t) = network(), data()
-    bayes = vi.variationalize(
-        net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True,
-        forward=lambda net, batch: (net(batch["image"]), batch.get("t")),
-    )  # fmt: skip
-    direct = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
-    own = bayes.predict({"image": x}, 64, generator=seeded()).outputs
-    assert torch.allclose(own, direct.predict(x, 64, generator=seeded()).outputs)
-    batch = {"image": x, "t": t}
-    assert torch.allclose(bayes.loss(batch, generator=seeded()), direct.loss((x, t), generator=seeded()))
-
-
-def test_no_network_has_the_draws_of_a_linearised_one():
-    bayes = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField(), num_data=40, linearise=True)
-    with pytest.raises(ValueError, match="no network has its draws"):
-        bayes.sample_network()
-    with pytest.raises(ValueError, match="compile=True is for the network itself"):
-        bayes.fit(loader(data()), steps=1, compute=vi.Compute(compile=True))

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.models.likelihoods.student_t import StudentTNoise, students_t_cdf
@@ -49,40 +47,6 @@ def test_distribution_function_and_quantiles_are_those_of_scipy(df):
     for p in (0.001, 0.3, 0.5, 0.975):
         found = noise.icdf(torch.tensor(p, dtype=torch.float64))
         torch.testing.assert_close(found, stats.t.ppf(p, float(noise.df[0])) * scale, rtol=1e-9, atol=1e-9)
-
-
-def line(n=200, outliers=0.1):
-    x = torch.linspace(-1, 1, n).unsqueeze(-1)
-    noise = 0.1 * torch.randn(n, 1, generator=generator(1))
-    far = torch.rand(n, 1, generator=generator(2)) < outliers
-    return x, 2 * x + noise + far * 8.0
-
-
-def fitted(likelihood):
-    x, t = line()
-    torch.manual_seed(0)
-    bayes = vi.variationalize(nn.Linear(1, 1), likelihood, vi.MeanField(), vi.priors.NormalPrior(3.0))
-    bayes.fit(DataLoader(TensorDataset(x, t), batch_size=len(x)), steps=400, lr=0.05, progress=False)
-    return bayes
-
-
-def test_saved_loaded_and_placed_around_a_network(tmp_path):
-    x, t = line()
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    for _ in range(200):
-        optimizer.zero_grad()
-        nn.functional.smooth_l1_loss(net(x[::2]), t[::2]).backward()
-        optimizer.step()
-    bayes = vi.variationalize(net, vi.likelihoods.StudentT())
-    train, held_out = (DataLoader(TensorDataset(x[i::2], t[i::2]), batch_size=50) for i in (0, 1))
-    result = bayes.laplace(train, validation=held_out, progress=False)
-    assert result.gain[0] > -0.01
-    bayes.save(tmp_path / "posterior.safetensors")
-    again = vi.load(tmp_path / "posterior.safetensors", net)
-    assert torch.equal(again.predict(x, generator=generator()).mean, bayes.predict(x, generator=generator()).mean)
-    assert again.model.likelihood.df_value().item() == bayes.model.likelihood.df_value().item()
 
 
 def test_heads_and_masks():

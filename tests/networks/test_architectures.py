@@ -79,16 +79,8 @@ def batch_norm():
     )
 
 
-def with_dropout():
-    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
-
-
 def images(n, generator):
     return torch.randn(n, 1, 6, 6, generator=generator)
-
-
-def rows(n, generator):
-    return torch.randn(n, 3, generator=generator)
 
 
 def sequences(n, generator):
@@ -104,20 +96,11 @@ ARCHITECTURES = {
     "batch norm, frozen": (batch_norm, images, (), vi.LowRankNormal(rank=2), {}),
     "batch norm, deterministic": (batch_norm, images, (), vi.MeanField(), {"batch_norm": "deterministic"}),
     "batch norm, re-estimated": (batch_norm, images, (), vi.MeanField(), {"batch_norm": "reestimated"}),
-    "LSTM": (Recurrent, sequences, (), vi.LowRankPrecision(rank=2), {}),
-    "LSTM, dropout on": (lambda: Recurrent(0.3), sequences, (), vi.MeanField(), {"dropout": "on"}),
+    "LSTM, dropout on": (lambda: Recurrent(0.3), sequences, (), vi.LowRankPrecision(rank=2), {"dropout": "on"}),
     "attention": (Attention, sequences, (), vi.LowRankNormal(rank=2), {}),
     "attention, dropout on": (Attention, sequences, (), vi.MAP(), {"dropout": "on"}),
     "tied weights": (Tied, tokens, (), vi.Mixture(vi.MeanField(), components=2), {}),
-    "dropout on": (with_dropout, rows, (), vi.LowRankNormal(rank=1), {"dropout": "on"}),
-    "segmentation": (Segmenter, images, (6, 6), vi.LowRankNormal(rank=2), {}),
-    "segmentation, random head": (
-        Segmenter,
-        images,
-        (6, 6),
-        vi.PerLayer({"head.*": vi.FullNormal(), "*": vi.MAP()}),
-        {},
-    ),
+    "segmentation": (Segmenter, images, (6, 6), vi.PerLayer({"head.*": vi.FullNormal(), "*": vi.MAP()}), {}),
 }
 
 
@@ -133,21 +116,6 @@ def trained(make, seed=0):
     return net
 
 
-def snapshot(net):
-    return copy.deepcopy(net.state_dict()), [module.training for module in net.modules()], [
-        (parameter.requires_grad, parameter.grad) for parameter in net.parameters()
-    ]  # fmt: skip
-
-
-def assert_unchanged(net, before):
-    state, modes, gradients = before
-    now = net.state_dict()
-    assert now.keys() == state.keys()
-    assert [name for name in state if not torch.equal(now[name], state[name])] == []
-    assert [module.training for module in net.modules()] == modes
-    assert [(parameter.requires_grad, parameter.grad) for parameter in net.parameters()] == gradients
-
-
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
@@ -156,83 +124,28 @@ def generator(seed=0):
 def test_the_whole_way(tmp_path, name):
     make, inputs, target, family, options = ARCHITECTURES[name]
     net = trained(make)
-    x = inputs(24, generator())
-    t = torch.randint(2, (24, *target), generator=generator())
+    x, t = inputs(24, generator()), torch.randint(2, (24, *target), generator=generator())
     reference = {"reference": inputs(16, generator(1))} if options.get("batch_norm") == "reestimated" else {}
-    before = snapshot(net)
+    state, modes = copy.deepcopy(net.state_dict()), [module.training for module in net.modules()]
 
     posterior = vi.variationalize(net, CATEGORICAL, family, **options)
     start = [parameter.detach().clone() for parameter in posterior.parameters()]
-    result = posterior.fit(DataLoader(TensorDataset(x, t), batch_size=8), steps=4, progress=False)
-    assert result.steps == 4
+    posterior.fit(DataLoader(TensorDataset(x, t), batch_size=8), steps=4, progress=False)
     assert any(not torch.equal(a, b) for a, b in zip(start, posterior.parameters(), strict=True))
-    assert posterior.model.num_data == 24
-    assert_unchanged(net, before)
-
     pred = posterior.predict(x, draws=4, generator=generator(), **reference)
-    classes = {"tied weights": 7, "segmentation": 3, "segmentation, random head": 3}.get(name, 2)
-    assert pred.mean.shape == (24, classes, *target)
-    assert pred.entropy.shape == (24, *target)
     torch.testing.assert_close(pred.mean.sum(1), torch.ones(24, *target))
     assert torch.isfinite(pred.log_prob(t)).all()
-    assert_unchanged(net, before)
-
     posterior.save(tmp_path / "q")
-    assert_unchanged(net, before)
-    loaded = vi.load(tmp_path / "q", trained(make, seed=1))
-    again = loaded.predict(x, draws=4, generator=generator(), **reference)
+    assert [key for key, value in net.state_dict().items() if not torch.equal(value, state[key])] == []
+    assert [module.training for module in net.modules()] == modes
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
+
+    again = vi.load(tmp_path / "q", trained(make, seed=1)).predict(x, draws=4, generator=generator(), **reference)
     assert torch.equal(again.outputs, pred.outputs)
-    assert torch.equal(again.weights, pred.weights)
     assert torch.equal(again.log_prob(t), pred.log_prob(t))
-    assert loaded.model.num_data == 24
 
 
 # Dropout
-
-
-@pytest.mark.parametrize("make", [with_dropout, lambda: Recurrent(0.5), Attention])
-def test_dropout_off_is_deterministic_given_the_weights(make):
-    net = trained(make)
-    x = rows(6, generator()) if make is with_dropout else sequences(6, generator())
-    t = torch.randint(2, (6,), generator=generator())
-    posterior = vi.variationalize(net, CATEGORICAL, vi.MAP(), num_data=6)
-    outputs = [posterior.predict(x, draws=3, generator=generator(seed)).outputs for seed in (0, 1)]
-    assert torch.equal(*outputs)
-    with torch.no_grad():
-        torch.testing.assert_close(outputs[0][0], copy.deepcopy(net).eval()(x))
-    losses = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        losses.append(posterior.loss((x, t)))
-    assert torch.equal(*losses)
-
-
-@pytest.mark.parametrize("make", [with_dropout, lambda: Recurrent(0.5), Attention])
-def test_dropout_on_is_active_in_fit_and_predict(make):
-    net = trained(make).eval()  # the network's own mode does not matter
-    x = rows(6, generator()) if make is with_dropout else sequences(6, generator())
-    t = torch.randint(2, (6,), generator=generator())
-    posterior = vi.variationalize(net, CATEGORICAL, vi.MAP(), num_data=6, dropout="on")
-    outputs = posterior.predict(x, draws=3, generator=generator()).outputs
-    assert outputs.shape[0] == 3  # a point estimate is no longer one function
-    assert not torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs, posterior.predict(x, draws=3, generator=generator()).outputs)
-    losses = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        losses.append(posterior.loss((x, t)))
-    assert not torch.equal(*losses)
-
-
-def test_dropout_on_drops_as_often_as_the_layer_says():
-    """20 000 elements dropped with p = 0.3, within 5 σ = 0.016; the others are y/(1 − p)."""
-    net = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.3))
-    nn.init.ones_(net[0].bias)
-    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.MAP(), num_data=1, dropout="on")
-    outputs = posterior.predict(torch.zeros(1000, 1), draws=20, generator=generator()).outputs
-    dropped = outputs == 0
-    assert abs(dropped.float().mean().item() - 0.3) < 0.016
-    torch.testing.assert_close(outputs[~dropped], torch.full_like(outputs[~dropped], 1 / 0.7))
 
 
 # Batch norm
@@ -262,20 +175,3 @@ def test_reestimated_batch_norm_uses_the_statistics_of_the_reference():
         running = copy.deepcopy(net).eval()(x)
     torch.testing.assert_close(got, expected)
     assert not torch.allclose(got, running, atol=1e-2)
-
-
-# Ties
-
-
-def test_tied_weights_are_one_random_tensor():
-    net = trained(Tied)
-    posterior = vi.variationalize(net, CATEGORICAL, vi.MeanField(initial_scale=1.0), num_data=5)
-    assert posterior.space.names == ("embed.weight", "body.weight", "body.bias", "out.bias")
-    x = torch.arange(7)
-    theta = posterior.family().draw(3, generator=generator()).theta
-    outputs = posterior.model.outputs(theta, x)
-    for row, output in zip(theta, outputs, strict=True):
-        twin = copy.deepcopy(net)
-        twin.load_state_dict(posterior.space.unravel(row.detach()), strict=False)
-        assert twin.out.weight is twin.embed.weight
-        torch.testing.assert_close(output, twin(x))

@@ -1,10 +1,9 @@
 """One call of a network: drawn weights take part, and afterwards nothing of it has changed; threads take turns."""
 
 import copy
-import pickle
+import gc
 import threading
 import weakref
-from types import MethodType
 
 import pytest
 import torch
@@ -67,14 +66,8 @@ def assigned(net, x):
     net.mean = 0.9 * net.mean + 0.1 * x.mean(0)
 
 
-def by_an_operation(net, x):
-    """Running statistics that torch itself moves."""
-    nn.functional.batch_norm(x, net.mean, net.frozen.clone(), training=True)
-    net.count.add_(1.0)
-
-
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("change", [in_place, assigned, by_an_operation])
+@pytest.mark.parametrize("change", [in_place, assigned])
 @pytest.mark.parametrize("evaluation", ["auto", "loop"])
 def test_a_network_that_changes_its_buffers_is_not_changed(change, evaluation, training):
     """Every call has found the count at 0 and left it at 1."""
@@ -96,23 +89,6 @@ def test_a_network_that_changes_its_buffers_is_not_changed(change, evaluation, t
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_tied_buffers_stay_tied():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 1)
-            self.register_buffer("a", torch.zeros(()))
-            self.register_buffer("b", self.a)
-
-        def forward(self, x):
-            self.a += 1
-            return self.linear(x) + self.b
-
-    bayes = posterior(Tied())
-    torch.testing.assert_close(at_the_mean(bayes), (bayes.net.linear(X) + 1).detach())
-    assert bayes.net.a == 0
-
-
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
@@ -132,17 +108,19 @@ def assign_state(net):
     net.load_state_dict(state, assign=True)
 
 
+def free_and_append(net):
+    """The new module may have the address of the old one."""
+    del net.body[1]
+    net.body.append(nn.ReLU())
+
+
 CHANGES = {
-    "attribute": lambda net: setattr(net, "factor", 2.0),
     "buffer in place": lambda net: net.offset.add_(3.0),
     "buffer replaced": lambda net: setattr(net, "offset", torch.full((1,), 3.0)),
     "load_state_dict(assign=True)": assign_state,
     "module replaced": lambda net: net.body.__setitem__(1, nn.ReLU()),
+    "module freed and another appended": free_and_append,
     "module appended to a list": lambda net: net.steps.append(nn.Sigmoid()),
-    "hook": lambda net: net.head.register_forward_hook(lambda module, args, output: output + 1),
-    "forward replaced": lambda net: setattr(
-        net, "forward", MethodType(lambda self, x: self.head(self.body(x)) + 5, net)
-    ),
 }
 
 
@@ -157,21 +135,6 @@ def test_changes_of_the_network_are_seen_at_the_next_call(change):
     expected = copy.deepcopy(net)(X).detach()
     assert not torch.allclose(expected, first, atol=1e-3)
     torch.testing.assert_close(at_the_mean(bayes), expected)
-
-
-def test_another_network_in_its_place_and_another_precision():
-    torch.manual_seed(0)
-    bayes = posterior(Plain())
-    first = outputs(bayes)
-    bayes.to(torch.float64)
-    assert at_the_mean(bayes, X.double()).dtype == torch.float64
-    bayes.to(torch.float32)
-    assert torch.equal(outputs(bayes), first)
-    other = Plain()
-    other.factor = 2.0
-    mean = at_the_mean(bayes)
-    bayes.model.net = other
-    torch.testing.assert_close(at_the_mean(bayes), 2 * mean)
 
 
 def test_held_tensors_have_the_values_that_the_network_has_and_no_gradient():
@@ -190,79 +153,11 @@ def test_a_call_that_fails_leaves_nothing_behind():
     net = nn.Sequential(nn.LSTM(3, 2, num_layers=2, dropout=0.5), nn.Linear(7, 1))  # its output is no tensor
     tensors = {name: parameter.detach() + 1 for name, parameter in net.named_parameters()}
     before = {name: (parameter, parameter._version) for name, parameter in net.named_parameters()}
-    with pytest.raises(TypeError) as caught, in_modes(net, lambda module: False):
+    with pytest.raises(TypeError), in_modes(net, lambda module: False):
         call_network(net, tensors, (torch.zeros(2, 5, 3, dtype=torch.float32),))
-    assert any("was called with inputs (2, 5, 3) of torch.float32" in note for note in caught.value.__notes__)
     assert all(before[name] == (parameter, parameter._version) for name, parameter in net.named_parameters())
     assert all(module.training for module in net.modules())
     assert net[0].dropout == 0.5
-
-
-def test_copies_and_pickles_of_a_posterior_have_networks_of_their_own():
-    bayes = posterior(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-    first = outputs(bayes)
-    for other in (copy.deepcopy(bayes), pickle.loads(pickle.dumps(bayes))):
-        assert torch.equal(outputs(other), first)
-        other.net[1].running_mean.add_(1.0)
-        assert not torch.equal(outputs(other), first)
-    assert torch.equal(outputs(bayes), first)
-
-
-def test_checkpointed_activations_in_the_modes_of_the_forward_pass():
-    """By the time of the backward pass the network is in another mode."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1))
-    gradients = []
-    for checkpointed in (False, True):
-        bayes = posterior(net, family=vi.MAP(), dropout="on", checkpoint_activations=checkpointed)
-        torch.manual_seed(3)
-        loss = bayes.loss((X, T))
-        net.eval()
-        loss.backward()
-        assert not any(module.training for module in net.modules())
-        net.train()
-        gradients.append(next(bayes.family.parameters()).grad)
-    assert torch.equal(*gradients)
-
-
-# Ways to a layer other than its name
-
-
-class Referring(nn.Module):
-    def __init__(self, refer):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-        refer(self)
-
-    def forward(self, x):
-        return self.way(x)
-
-
-def closure(net):
-    layer = net.layer
-    net.way = lambda x: layer(x)
-
-
-def weak(net):
-    reference = weakref.ref(net.layer)
-    net.way = lambda x: reference()(x)
-
-
-def listed(net):
-    net.layers = [(net.layer, {"again": net.layer})]
-    net.way = MethodType(lambda self, x: self.layers[0][1]["again"](x), net)
-
-
-@pytest.mark.parametrize("refer", [closure, weak, listed])
-def test_drawn_weights_reach_every_way_to_a_layer(refer):
-    torch.manual_seed(0)
-    net = Referring(refer)
-    bayes = posterior(net)
-    theta = bayes.family().draw(3, generator=torch.Generator().manual_seed(0)).theta.detach()
-    named = bayes.space.unravel(theta)
-    expected = torch.einsum("bi,soi->sbo", X, named["layer.weight"]) + named["layer.bias"].unsqueeze(1)
-    torch.testing.assert_close(bayes.model.outputs(theta, X), expected)
-    torch.testing.assert_close(net(X), net.layer(X))
 
 
 # Layers with other kernels in eval mode
@@ -334,28 +229,24 @@ def test_threads_that_share_a_network_take_turns():
     assert all(module.training for module in net.modules())
 
 
-def test_threads_with_networks_of_their_own_are_inside_at_the_same_time():
-    met = threading.Barrier(2, timeout=30)
-
-    class Meeting(nn.Linear):
-        def forward(self, x):
-            met.wait()
-            return super().forward(x)
-
-    found = []
-    ones = [posterior(Meeting(3, 1), family=vi.MAP()) for _ in range(2)]
-    in_parallel(*(lambda bayes=bayes: found.append(outputs(bayes)) for bayes in ones))
-    assert len(found) == 2
-
-
 def test_a_thread_of_autograds_does_not_wait_for_the_one_that_waits_for_it():
     """On a GPU the backward pass runs in a thread of autograd's, while this one, inside a step, has the lock."""
     net, done, caller = nn.Linear(3, 1), [], threading.get_ident()
 
     def again():
-        with in_modes(net, [True], caller):
+        with alone_with(net, caller), in_modes(net, [True]):
             done.append(net.training)
 
     with alone_with(net):
         in_parallel(again)
     assert done == [True]
+
+
+def test_a_network_that_one_of_its_hooks_knows_is_freed():
+    net = nn.Sequential(nn.Linear(3, 1))
+    net[0].register_forward_hook(lambda *_, net=net: None)
+    at_the_mean(posterior(net))
+    known = weakref.ref(net)
+    del net
+    gc.collect()
+    assert known() is None

@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 import structvi as vi
-from structvi.integrations.export import export_predictive
 from structvi.networks.call import padding_rows
-from structvi.predict.linearised import output_moments
 
 PADDING = torch.zeros(2, 3, dtype=torch.long)
 WORDS = torch.tensor([[1, 2, 0], [3, 0, 0]])
@@ -46,32 +44,6 @@ def test_draws_change_words_and_not_padding(linearise, evaluation):
             bayes.family.log_scale[bayes.space.slice(name)] = -30.0  # what is left to vary are the embeddings
     assert (bayes.predict(WORDS, draws=8).outputs.var(0) > 1e-4).all()
     assert (bayes.predict(PADDING, draws=8).outputs.var(0) < 1e-12).all()
-
-
-def test_drawn_outputs_have_the_covariance_in_closed_form():
-    """4000 draws: a variance is known to √(2/4000) = 2.2 %, and four of these are allowed."""
-    bayes = posterior(linearise=True)
-    exact = output_moments(bayes, WORDS).covariance.diagonal(dim1=1, dim2=2)
-    drawn = bayes.predict(WORDS, draws=4000, generator=torch.Generator().manual_seed(0)).outputs.var(0)
-    assert torch.allclose(drawn, exact, rtol=0.09)
-
-
-def test_drawn_weights_have_the_networks_row():
-    bayes = posterior()
-    with torch.no_grad():
-        bayes.net.words.weight[0] = 0.7
-    drawn = bayes.sample(3)["words.weight"]
-    assert torch.equal(drawn[:, 0], torch.full((3, 4), 0.7))
-    assert (drawn[:, 1:].std(0) > 0).all()
-
-
-def test_networks_and_programs_have_the_networks_row():
-    bayes = posterior()
-    assert torch.equal(bayes.sample_network().words.weight[0], torch.zeros(4))
-    assert not torch.equal(bayes.sample_network().words.weight[1], bayes.net.words.weight[1])
-    seeds = [torch.Generator().manual_seed(0) for _ in range(2)]
-    program = export_predictive(bayes, WORDS, draws=2, generator=seeds[0], dynamic_batch=False)
-    assert torch.allclose(program.module()(WORDS), bayes.predict(WORDS, draws=2, generator=seeds[1]).mean)
 
 
 @pytest.mark.parametrize("network", ["store", "hash"])

@@ -1,7 +1,5 @@
 """Soap and NaturalGradient: their formulas in float64, their optima, exact resume, and `Rotated` families."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -32,29 +30,16 @@ def bare(family, shapes=SHAPES):
 def some_basis():
     """A basis, and the same as an optimizer's state."""
     space = bare(vi.MAP()).space
-    basis, coordinates = Basis(space), Coordinates(Basis(space).tensors)
+    basis, coordinates = Basis(space), Coordinates(space)
     basis.set({axis.name: orthogonal(axis.size, seed) for seed, axis in enumerate(basis.axes())})
-    state = {
-        f"basis{axis.name}": torch.stack([getattr(basis, name) for name in axis.members]) for axis in coordinates.axes()
-    }
-    return basis, coordinates, state
+    return basis, coordinates, {f"basis{axis.name}": basis.matrix(axis).clone() for axis in basis.axes()}
 
 
 # ------------------------------------------------------------------------------------------------------- coordinates
 
 
-def test_tensors_of_one_shape_are_turned_as_each_by_itself():
-    basis, coordinates, state = some_basis()
-    assert [len(same.starts) for same in coordinates.shapes] == [2, 1]
-    x = torch.randn(106, generator=generator(), dtype=torch.float64)
-    for back in (False, True):
-        for squared in (False, True):
-            ours = coordinates.turned(x, state, back=back, squared=squared)
-            torch.testing.assert_close(ours, basis(x, back=back, squared=squared))
-
-
 def test_subspace_iteration_finds_eigenvectors():
-    Q, eye = torch.stack([orthogonal(6, seed) for seed in (1, 2)]), torch.eye(6).double().repeat(2, 1, 1)
+    Q, eye = orthogonal(6, 1), torch.eye(6).double()
     moments = Q @ torch.diag(torch.tensor([8.0, 4.0, 2.0, 1.0, 0.5, 0.0], dtype=torch.float64)) @ Q.mT
     torch.testing.assert_close((eigenvectors(moments).mT @ Q).abs(), eye)
     found = eye
@@ -64,19 +49,19 @@ def test_subspace_iteration_finds_eigenvectors():
     torch.testing.assert_close((found.mT @ Q).abs(), eye, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("size", "rank"), [(6, 0), (6, 2), (64, 3), (200, 5)])
+@pytest.mark.parametrize(("size", "rank"), [(6, 0), (6, 2), (64, 3)])
 def test_moments_of_low_rank_leave_a_basis_orthonormal(size, rank):
     """In float32, from the identity and from eigenvectors of other moments, with one large eigenvalue."""
-    eye = torch.eye(size).unsqueeze(0)
-    columns = torch.randn(1, size, rank, generator=generator())
-    columns[:, :, :1] *= 100
-    for start in (eye, orthogonal(size, 3, torch.float32).unsqueeze(0)):
+    eye = torch.eye(size)
+    columns = torch.randn(size, rank, generator=generator())
+    columns[:, :1] *= 100
+    for start in (eye, orthogonal(size, 3, torch.float32)):
         found = start
         for _ in range(5):
             found = iterated(columns @ columns.mT, found)
             torch.testing.assert_close(found.mT @ found, eye, rtol=0, atol=1e-5)
         if rank:
-            first = (columns[0, :, 0] / columns[0, :, 0].norm()) @ found[0, :, 0]
+            first = (columns[:, 0] / columns[:, 0].norm()) @ found[:, 0]
             assert first.abs() > 0.99
 
 
@@ -144,17 +129,6 @@ def test_two_natural_steps_by_hand():
         torch.testing.assert_close(q.log_scale.detach(), log_scale)
 
 
-def test_a_mean_moves_by_so_many_standard_deviations_at_most():
-    q, optimizer = natural(lr=0.5, radius=2.0)
-    before, scale = q.mean.detach().clone(), q.log_scale.exp().detach()
-    q.mean.grad = torch.tensor([1e6, -1e6, 1e-3], dtype=torch.float64)
-    optimizer.step()
-    moved = (before - q.mean.detach()) / scale
-    torch.testing.assert_close(
-        moved, torch.stack([torch.ones(()), -torch.ones(()), 0.5 * 1e-3 * N * scale[2]]).double()
-    )
-
-
 def test_the_fixed_point_of_natural_steps_is_the_posterior():
     """L = Σ Λ (m² + s²)/2 − (1/N) log s: m = 0 and s² = 1/(NΛ), from scales far too wide and far too narrow."""
     (q, optimizer), precision = natural(scale_lr=0.2, beta=0.5), torch.tensor([0.01, 1.0, 40.0], dtype=torch.float64)
@@ -171,9 +145,6 @@ def test_the_fixed_point_of_natural_steps_is_the_posterior():
 
 
 FAMILIES = {
-    "MAP": vi.MAP,
-    "mean field": vi.MeanField,
-    "precision": lambda: vi.LowRankPrecision(2),
     "rotated": lambda: vi.Rotated(vi.MeanField()),
     "rotated precision": lambda: vi.Rotated(vi.LowRankPrecision(2)),
     "mixture": lambda: vi.Mixture(vi.MeanField(), 2),
@@ -203,7 +174,7 @@ def posterior(family):
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [*((name, soap) for name in FAMILIES), *((name, newton) for name in ("mean field", "rotated", "mixture"))],
+    [*((name, soap) for name in FAMILIES), ("rotated", newton), ("mixture", newton)],
 )
 def test_a_resumed_fit_has_the_same_bits(name, optimizer, tmp_path):
     """Cut off between two refreshes, and after a `Rotated` family took the coordinates."""
@@ -221,43 +192,12 @@ def test_a_resumed_fit_has_the_same_bits(name, optimizer, tmp_path):
         assert torch.equal(value, again.learned()[key]), key
 
 
-def test_the_state_survives_torchs_own_state_dict():
-    """Two optimizers of one posterior, one made from the other's `state_dict`, make the same next steps."""
-    bayes, other = posterior(vi.MeanField()), posterior(vi.MeanField())
-    batch, optimizers = next(iter(data())), []
-    for one in (bayes, other):
-        one.model.num_data = 40
-        optimizers.append(soap(one))
-    for step in range(8):
-        for one, optimizer in zip((bayes, other), optimizers, strict=True):
-            optimizer.zero_grad()
-            one.loss(batch, generator=generator(step)).backward()
-            optimizer.step()
-        if step == 4:
-            optimizers[1] = soap(other)
-            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    assert torch.equal(bayes.family.mean, other.family.mean)
-
-
-def test_a_fit_is_not_resumed_with_another_recipe(tmp_path):
-    first, second = posterior(vi.MeanField()), posterior(vi.MeanField())
-    first.fit(data(), steps=4, optimizer=soap(first), checkpoint=vi.Checkpoint(tmp_path), progress=False)
-    with pytest.raises(ValueError, match="refresh"):
-        second.fit(
-            data(),
-            steps=4,
-            optimizer=soap(second, refresh=7),
-            checkpoint=vi.Checkpoint(tmp_path, resume=True),
-            progress=False,
-        )
-
-
 def test_a_rotated_family_takes_the_coordinates_until_iterates_are_averaged():
     bayes = posterior(vi.Rotated(vi.MeanField()))
     seen = []
 
     def look(history):
-        seen.append(bayes.family.basis.matrix(bayes.family.basis.axes()[0]).clone())
+        seen.append(next(bayes.family.basis.buffers()).clone())
 
     bayes.fit(data(), steps=40, optimizer=soap(bayes, refresh=2), progress=False, callback=look)
     changes = [step for step in range(1, 40) if not torch.equal(seen[step], seen[step - 1])]
@@ -265,36 +205,11 @@ def test_a_rotated_family_takes_the_coordinates_until_iterates_are_averaged():
     torch.testing.assert_close(seen[-1] @ seen[-1].mT, torch.eye(5))
 
 
-@pytest.mark.parametrize("kind", ["soap", "natural gradient"])
-def test_reaches_the_closed_form(kind):
-    """A linear model: mean field of a Gaussian posterior, N(m, 1/Λ_ii)."""
-    g = generator(4)
-    x = torch.randn(60, 3, generator=g)
-    x[:, 1] += 2 * x[:, 0]
-    t = x @ torch.tensor([[1.0], [-1.0], [0.5]]) + 0.5 * torch.randn(60, 1, generator=g)
-    net, prior = nn.Linear(3, 1, bias=False), vi.priors.NormalPrior(1.0)
-    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(noise=0.5), vi.MeanField(), prior, num_data=60)
-    optimizer = vi.optim.Soap(bayes, 0.05, 0.05) if kind == "soap" else vi.optim.NaturalGradient(bayes, 0.3, 0.3)
-    bayes.fit([(x, t)], steps=600, optimizer=optimizer, progress=False, estimator=vi.Estimator(groups=4))
-    precision = (x.mT @ x / 0.25 + torch.eye(3)).double()
-    mean = torch.linalg.solve(precision, (x.mT @ t).double() / 0.25)[:, 0]
-    density = bayes.family()
-    # the noise of 4 pairs at a rate that falls to zero, averaged over 150 steps: far below a tenth of a scale
-    assert ((density.mean.double() - mean).abs() < 0.1 * precision.diagonal().rsqrt()).all()
-    torch.testing.assert_close(density.variance.double(), 1 / precision.diagonal(), rtol=0.1, atol=0)
-
-
-@pytest.mark.parametrize("optimizer", [vi.optim.Soap, vi.optim.NaturalGradient])
-def test_bad_options_are_refused(optimizer):
+def test_bad_options_and_families_are_refused():
     bayes = posterior(vi.MeanField())
-    options = [{"lr": 0.0}, {"scale_lr": -1.0}, {"refresh": 0}, {"turn": 0}, {"gram_beta": 1.0}]
-    options.append({"betas": (0.9, 1.0)} if optimizer is vi.optim.Soap else {"beta": 1.0})
-    for bad in options:
+    for bad in ({"lr": 0.0}, {"scale_lr": -1.0}, {"refresh": 0}, {"gram_beta": 1.0}, {"betas": (0.9, 1.0)}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            optimizer(bayes, **bad)
-
-
-def test_families_that_an_optimizer_cannot_move_are_refused():
+            vi.optim.Soap(bayes, **bad)
     with pytest.raises(TypeError, match="this family has none"):
         vi.optim.Soap(posterior(vi.MCDropout()))
     with pytest.raises(TypeError, match="normals without a factor"):

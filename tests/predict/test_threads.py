@@ -78,14 +78,11 @@ def normed():
 
 
 NETWORKS = {
-    "eval": (lambda: normed().eval(), {}),
     "train": (normed, {}),  # as networks are made
     "dropout": (normed, {"dropout": "on"}),
     "re-estimated": (normed, {"batch_norm": "reestimated"}),
-    "loop": (normed, {"evaluation": "loop"}),
     "LSTM": (Recurrent, {}),
     "closure": (Closed, {}),
-    "forward": (normed, {"forward": lambda net, batch: (net(batch["x"]), batch.get("t"))}),
 }
 
 
@@ -120,9 +117,7 @@ def test_predictions_are_those_of_one_thread(kind):
     reference = {"reference": torch.randn(9, 3, generator=seeded(2))} if "batch_norm" in options else {}
 
     def prediction(bayes, i):
-        inputs = x + 0.01 * i
-        inputs = {"x": inputs} if "forward" in options else inputs
-        return bayes.predict(inputs, draws=2 + i % 3, generator=seeded(i), **reference).outputs
+        return bayes.predict(x + 0.01 * i, draws=2 + i % 3, generator=seeded(i), **reference).outputs
 
     alone, shared = posterior(make, options), posterior(make, options)
     expected = [prediction(alone, i) for i in range(THREADS * CALLS)]
@@ -172,48 +167,3 @@ def test_everything_that_predicts_at_the_same_time(dropout):
     assert sum(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) == count
     assert state(shared.net) == before
     assert all(torch.equal(tensor, values[name]) for name, tensor in shared.net.state_dict().items())
-
-
-def test_a_random_noise_belongs_to_the_thread_too():
-    """The likelihood's own tensors are put back after each call."""
-    bayes = vi.variationalize(nn.Linear(3, 1), vi.likelihoods.Gaussian("random"), num_data=20)
-    batch = torch.randn(4, 3, generator=seeded(0)), torch.randn(4, 1, generator=seeded(1))
-    theta = [torch.randn(2, bayes.space.size, generator=seeded(i)) for i in range(THREADS * CALLS)]
-    expected = [bayes.model.log_likelihood(rows, batch) for rows in theta]
-    got = together(lambda i: bayes.model.log_likelihood(theta[i], batch))
-    assert sum(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) == THREADS * CALLS
-
-
-def test_posteriors_of_one_network_in_modes_of_their_own():
-    net = normed()
-    options = [{}, {"dropout": "on"}]
-    make = [vi.variationalize(net, vi.likelihoods.Categorical(), vi.MeanField(), num_data=9, **own) for own in options]
-    x = torch.randn(6, 3, generator=seeded(1))
-
-    def prediction(i):
-        return make[i % 2].predict(x, draws=3, generator=seeded(i)).outputs
-
-    expected = [prediction(i) for i in range(THREADS * CALLS)]
-    got = together(prediction)
-    assert sum(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) == THREADS * CALLS
-    assert net.training
-    assert net[2].training
-
-
-def test_the_precision_of_a_prediction_is_not_that_of_another_threads_proof():
-    """vmap is proven in full precision, in the thread that proves it alone."""
-    x = torch.randn(6, 3, generator=seeded(1))
-
-    def make():
-        bayes = posterior(normed, {})
-        bayes.model.precision = torch.bfloat16
-        return bayes
-
-    def prediction(bayes, i):
-        inputs = x if i % 2 else (x * 2)
-        return bayes.predict(inputs, draws=2 + i % 3, generator=seeded(i)).outputs
-
-    alone, shared = make(), make()
-    expected = [prediction(alone, i) for i in range(THREADS * CALLS)]
-    got = together(lambda i: prediction(shared, i))
-    assert sum(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) == THREADS * CALLS

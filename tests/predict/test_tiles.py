@@ -66,38 +66,6 @@ def test_arrays_are_read_tile_by_tile(setting, tmp_path):
     torch.testing.assert_close(mapped, assembled(volume, tiles=tiles, tile=(8, 9, 7), margin=3)[0], rtol=0, atol=0)
 
 
-def test_strided_networks_with_multiples_of_their_strides():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 3, 2, stride=2), nn.Tanh(), nn.ConvTranspose2d(3, 2, 2, stride=2)).double()
-    bayes, image = posterior(net), torch.randn(1, 20, 16, dtype=torch.float64)
-    mean = torch.zeros(2, 20, 16, dtype=torch.float64)
-    for where, pred in predict_tiles(bayes, image, (8, 8), 2, draws=3, generator=torch.Generator().manual_seed(1)):
-        mean[(slice(None), *where)] = pred.mean[0]
-    whole = bayes.predict(image.unsqueeze(0), draws=3, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(mean, whole.mean[0], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("tile", "margin", "message"),
-    [
-        ((8, 8), 1, "each of its spatial axes"),
-        ((8, 8, 8), (1, 1), "each of its spatial axes"),
-        ((8, 8, 8), 4, "longer than its two margins"),
-        ((8, 8, 8), -1, "must be ≥ 0"),
-    ],
-)
-def test_wrong_tiles_are_refused_at_once(setting, tile, margin, message):
-    _, volume, tiles = setting
-    with pytest.raises(ValueError, match=message):
-        tiles(volume, tile=tile, margin=margin)
-
-
-def test_networks_that_shrink_are_refused():
-    bayes = posterior(nn.Conv2d(1, 2, 3).double())
-    with pytest.raises(ValueError, match=r"of a tile \(5, 5\) it gave \(2, 1, 2, 3, 3\)"):
-        next(predict_tiles(bayes, torch.zeros(1, 9, 9, dtype=torch.float64), (5, 5), 1, draws=2))
-
-
 @pytest.mark.parametrize("stream", ["generator", "global"])
 @pytest.mark.parametrize("dropout", ["off", "on"])
 @pytest.mark.parametrize("draws", [6, 40])  # of chunks of 16

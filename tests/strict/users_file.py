@@ -6,7 +6,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, assert_type
+from typing import assert_type
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi import diagnostics, metrics, plots
-from structvi.integrations.sklearn import BayesianRegressor
 from structvi.objective import Estimate
 from structvi.train.result import History
-from structvi_tables import TableModel, fit_table, read_table
 
 Loader = DataLoader[tuple[Tensor, ...]]
 
@@ -39,17 +37,14 @@ def posteriors(folder: Path) -> None:
     result = bayes.fit(loader, epochs=2, lr=0.01, progress=False)
     assert_type(result, vi.FitResult)
     assert_type(result.status, vi.Status)
-    assert_type(result.verdict, str)
     assert_type(result.elbo, Estimate)
     assert_type(result.history, History)
-    assert_type(result.history["elbo"], Tensor)
     assert_type(bayes.last_fit, vi.Result | None)
     assert_type(bayes.elbo(loader, groups=2), Estimate)
     assert_type(bayes.sample(3), dict[str, Tensor])
     assert_type(bayes.sample_network(), nn.Module)
     assert_type(bayes.mean_network(), nn.Module)
     assert_type(bayes.family, vi.Family)
-    assert_type(bayes.space, vi.Parameters)
     bayes.save(folder / "posterior.safetensors")
     assert_type(vi.load(folder / "posterior.safetensors", net), vi.Posterior)
     predictions(bayes, loader)
@@ -59,16 +54,12 @@ def predictions(bayes: vi.Posterior, loader: Loader) -> None:
     predictive = bayes.predict(torch.zeros(2, 1), draws=4)
     assert_type(predictive, vi.Predictive)
     assert_type(predictive.mean, Tensor)
-    assert_type(predictive.std, Tensor)
-    assert_type(predictive.epistemic, Tensor)
     assert_type(predictive.interval(0.9), tuple[Tensor, Tensor])
-    assert_type(predictive.quantile(0.5), Tensor)
     assert_type(predictive.log_prob(torch.zeros(2, 1)), Tensor)
     assert_type(predictive.components, Distribution)
     measured = bayes.evaluate(loader, draws=4)
     assert_type(measured, metrics.Metrics)
     assert_type(measured.nlpd, float)
-    assert_type(measured.rmse, float | None)
     predictor = bayes.predictor(draws=4)
     assert_type(predictor.predict(torch.zeros(2, 1)), vi.Predictive)
 
@@ -90,7 +81,6 @@ def log_densities(folder: Path) -> None:
     def log_density(p: dict[str, Tensor]) -> Tensor:
         return -0.5 * (p["mu"] / p["sigma"]).square().sum() - p["sigma"]
 
-    vi.LogDensity(lambda p: -0.5 * p["mu"].square().sum() - p["sigma"], space)
     vi.LogDensity(lambda p, batch: -0.5 * (p["mu"] - torch.as_tensor(batch)).square().sum(), space)
     target = vi.LogDensity(log_density, space)
     result = vi.fit_density(target, vi.FullNormal(), progress=False)
@@ -100,7 +90,6 @@ def log_densities(folder: Path) -> None:
     assert_type(result.family, vi.Family)
     assert_type(result.family(), vi.Density)
     assert_type(result.family().draw(2), vi.Draws)
-    assert_type(result.elbo.value, float)
     assert_type(space.unravel(space.initial), dict[str, Tensor])
 
 
@@ -120,38 +109,17 @@ class Own(vi.Family):
 
 
 def choices() -> list[vi.Family]:
-    recipes: list[vi.Family] = [
-        vi.MAP(),
-        vi.MeanField(),
-        vi.LowRankPrecision(rank=2),
-        vi.Mixture(vi.MeanField(), 2),
-        vi.Rotated(vi.MeanField()),
-        vi.MCDropout(0.1),
-        Own(),
-    ]
-    couplings: list[Callable[..., vi.couplings.Noise]] = [
-        vi.couplings.naive,
-        vi.couplings.paired,
-        vi.couplings.unscented,
-    ]
+    many = vi.Mixture(vi.MeanField(), 2), vi.Rotated(vi.MeanField())
+    recipes: list[vi.Family] = [vi.MAP(), vi.MeanField(), vi.LowRankPrecision(rank=2), *many, vi.MCDropout(0.1), Own()]
+    couplings: list[Callable[..., vi.couplings.Noise]] = [vi.couplings.naive, vi.couplings.unscented]
     assert_type(couplings[0](1, P=3, K=0), vi.couplings.Noise)
-    priors: list[Any] = [vi.priors.NormalPrior(1.0), vi.priors.StudentTPrior(4.0), vi.priors.LaplacePrior(1.0)]
-    assert len(priors) == 3
     return recipes
 
 
 def looking(bayes: vi.Posterior, loader: Loader) -> None:
     report = bayes.diagnose(loader, draws=16, gradients=False)
     assert_type(report, diagnostics.Report)
-    assert_type(report.findings, list[diagnostics.Finding])
     assert_type(diagnostics.psis(torch.zeros(8)), tuple[Tensor, float])
     assert_type(metrics.ood_auroc(bayes, loader, loader), float)
     axes = plots.reliability_diagram(bayes.evaluate(loader))
     axes.set_title("calibration")  # pyright: ignore[reportUnknownMemberType] matplotlib's own
-
-
-def tables(path: Path) -> None:
-    found = fit_table(read_table(path), "y")
-    assert_type(found.model, TableModel)
-    estimator = BayesianRegressor((8,), random_state=0)
-    assert_type(estimator.fit([[0.0], [1.0]], [0.0, 1.0]), BayesianRegressor)

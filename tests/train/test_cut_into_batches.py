@@ -87,22 +87,13 @@ X, T = data(1000)
 @pytest.mark.parametrize(
     ("B", "shuffle", "accumulate"),
     [
-        (300, True, 1),
-        (333, False, 2),
+        (333, True, 2),
     ],
 )
 def test_ragged_batches(B, shuffle, accumulate):
     """Whole fits; other cuts by the gradient of an epoch, below, which is sharper."""
     loader = DataLoader(Rows(X, T), batch_size=B, shuffle=shuffle, collate_fn=as_they_are)
     assert_true(fitted(loader, accumulate=accumulate), X, T)
-
-
-def test_lists_of_batches():
-    batches = list(zip(X.split([999, 1]), T.split([999, 1]), strict=True))
-    bayes = posterior()
-    bayes.model.num_data = 1000
-    bayes.fit(batches, steps=600, lr=0.05, progress=False)
-    assert_true(bayes, X, T)
 
 
 class Stream(IterableDataset):
@@ -175,13 +166,6 @@ def test_N_is_what_the_sampler_can_give(name):
     assert torch.equal(seen.flatten().sort().values, chosen.flatten().sort().values)  # none that is held out
 
 
-@pytest.mark.parametrize("name", ["a subset", "one that shuffles", "a batch sampler"])
-def test_the_posterior_is_that_of_what_the_sampler_gives(name):
-    bayes = fitted(loaders()[name])
-    assert bayes.model.num_data == 20
-    assert_true(bayes, SMALL_X[SOME], SMALL_T[SOME])
-
-
 @pytest.mark.parametrize("name", [name for name in loaders() if "batch" not in name and "lists" not in name])
 def test_the_gradient_of_an_epoch_of_what_the_sampler_gives(name):
     x, t = SMALL_X[SOME], SMALL_T[SOME]
@@ -203,22 +187,9 @@ def test_torchs_samplers_that_give_all():
         assert Batches(DataLoader(whole, batch_size=7, sampler=some)).num_data == 50
 
 
-def test_the_users_stream_is_not_read_to_count():
-    loader = DataLoader(SMALL, batch_size=7, sampler=OwnSampler(SOME, shuffle=True))
-    before = torch.get_rng_state()
-    Batches(loader)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 class Changing(OwnSampler):
     def __iter__(self):
         return iter(torch.randperm(101)[:20].tolist())
-
-
-class Endless(OwnSampler):
-    def __iter__(self):
-        while True:
-            yield from self.indices
 
 
 class Crops(Dataset):
@@ -244,32 +215,16 @@ def flat(items):
             "other observations in each",
         ),
         (DataLoader(SMALL, batch_size=7, sampler=SOME + SOME), "20 observations 40 times"),
-        (DataLoader(SMALL, batch_size=7, sampler=Endless(SOME)), "Endless does not end"),
         (DataLoader(Crops(), batch_size=5, collate_fn=flat), "2 items of the data set has 8 rows"),
     ],
-    ids=["others each time", "twice each", "endless", "crops"],
+    ids=["others each time", "twice each", "crops"],
 )
-def test_what_cannot_be_known_is_asked_for(loader, message, monkeypatch):
-    monkeypatch.setattr("structvi.train.data.MOST", 1000)
-    monkeypatch.setattr("structvi.train.data.MOST_TIMES", 1)
+def test_what_cannot_be_known_is_asked_for(loader, message):
     with pytest.raises(ValueError, match=rf"{message}.*Give num_data="):
         posterior().fit(loader, steps=1, progress=False)
     bayes = posterior()
     bayes.model.num_data = 100
     bayes.fit(loader, steps=2, progress=False)  # told, it goes on
-
-
-def test_told_N_with_crops_is_right():
-    bayes = posterior()
-    bayes.model.num_data = 100
-    bayes.fit(DataLoader(Crops(), batch_size=7, collate_fn=flat), steps=600, lr=0.05, progress=False)
-    assert_true(bayes, SMALL_X[:100], SMALL_T[:100])
-
-
-def test_an_empty_data_set():
-    empty = TensorDataset(torch.zeros(0, 2), torch.zeros(0, 1))
-    with pytest.raises(ValueError, match="data set is empty"):
-        posterior().fit(DataLoader(empty, batch_size=4), steps=1, progress=False)
 
 
 def epoch_gradient(loader, n: int | None, steps: int, accumulate: int = 1, **options) -> dict[str, torch.Tensor]:
@@ -297,9 +252,9 @@ def assert_same_gradient(cut: dict[str, torch.Tensor], n: int) -> None:
         torch.testing.assert_close(cut[name], expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("B", [300, 333, 999, 1000])
+@pytest.mark.parametrize("B", [333, 999, 1000])
 def test_the_gradient_of_an_epoch_of_ragged_batches(B, shuffle, accumulate):
     loader = DataLoader(Rows(X, T), batch_size=B, shuffle=shuffle, collate_fn=as_they_are)
     assert_same_gradient(epoch_gradient(loader, 1000, -(-len(loader) // accumulate), accumulate), 1000)
@@ -312,7 +267,7 @@ def test_the_gradient_of_an_epoch_of_a_list(sizes, accumulate):
     assert_same_gradient(epoch_gradient(batches, 1000, -(-len(sizes) // accumulate), accumulate), 1000)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=8),
     st.integers(1, 4),

@@ -2,24 +2,19 @@
 
 import inspect
 import signal
-import sys
 import threading
 import tracemalloc
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import structvi as vi
 from structvi.distributed.ranks import Ranks
 from structvi.objective import full_terms
-from structvi.optim.adam import FACTOR_RATE, make_optimizer
 from structvi.train.data import Batches
-from structvi.train.fit import Options, fit, make_fit
-from structvi.train.loop import KL_WARMUP, rate_factor
-from structvi.train.verdict import trend
-from structvi.util.progress import Progress
+from structvi.train.fit import Fit, Options, fit, rate_factor
 
 N, D, NOISE = 60, 3, 0.5
 
@@ -67,7 +62,7 @@ def same(a, b):
 def test_mean_field_reaches_the_closed_form():
     mean, precision, _ = exact()
     posterior = linear()
-    posterior.fit(loader(), steps=500, lr=0.05, estimator=vi.Estimator(groups=4), progress=False)
+    posterior.fit(loader(), steps=400, lr=0.05, estimator=vi.Estimator(groups=4), progress=False)
     # minibatch noise leaves the last iterates a few hundredths of a standard deviation from the optimum
     deviation = precision.diagonal().rsqrt()
     q = posterior.family()
@@ -114,29 +109,6 @@ def test_full_terms_are_unbiased_and_common_over_batches():
         full_terms(posterior.family, posterior.model, [])
 
 
-def test_full_terms_scale_part_of_the_data_up():
-    posterior = linear(num_data=2 * N)
-    g = lambda: torch.Generator().manual_seed(3)  # noqa: E731
-    half = full_terms(posterior.family, posterior.model, loader(), vi.Estimator(groups=4), g()).estimate()
-    twice = full_terms(
-        posterior.family, posterior.model, [*loader(), *loader()], vi.Estimator(groups=4), g()
-    ).estimate()
-    assert half.value == pytest.approx(twice.value)
-
-
-def test_learned_noise_and_prior_are_fitted_and_the_network_is_not():
-    net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
-    before = net.weight.detach().clone()
-    posterior = vi.variationalize(
-        net, vi.likelihoods.Gaussian("point"), vi.MeanField(), vi.priors.NormalPrior(1.0, learn=True)
-    )
-    posterior.fit(loader(), steps=400, lr=0.05, progress=False)
-    learned = parameters(posterior)
-    noise = next(v for k, v in learned.items() if "log_noise" in k).exp().item()
-    assert noise == pytest.approx(NOISE, rel=0.25)  # 60 observations: a standard error of 9 %
-    assert torch.equal(net.weight, before)
-
-
 # -------------------------------------------------------------------------------------------------------- the loop
 
 
@@ -153,30 +125,11 @@ def test_same_seed_same_bits_and_the_global_stream_is_left_alone():
     assert not same(results[0], results[2])
 
 
-def test_accumulation_over_microbatches_is_the_larger_batch():
-    # one draw shared by both would be the same; independent draws agree on the gradient of a deterministic family
-    runs = []
-    for size, accumulate in ((20, 1), (10, 2)):
-        torch.manual_seed(0)
-        posterior = linear(vi.MAP())
-        result = posterior.fit(loader(size, shuffle=False), epochs=10, accumulate=accumulate, progress=False)
-        assert result.steps == 30
-        runs.append(posterior.family.point.detach())
-    torch.testing.assert_close(runs[0], runs[1], atol=1e-10, rtol=0)
-
-
-def test_an_epoch_that_does_not_divide_by_accumulate_ends_with_a_smaller_step():
-    result = linear().fit(loader(10), epochs=2, accumulate=4, progress=False)
-    assert result.steps == 4
-    assert result.epochs == 2
-    assert result.history["epoch"].tolist() == [0, 0, 1, 1]
-
-
 def test_temperature_and_kl_warmup():
     posterior = linear(vi.FullNormal())
     result = posterior.fit(
         loader(N),
-        steps=500,
+        steps=300,
         lr=0.05,
         kl_weight=0.25,
         schedule=vi.Schedule(kl_warmup=0.2),
@@ -189,52 +142,12 @@ def test_temperature_and_kl_warmup():
     torch.testing.assert_close(posterior.family().covariance().detach(), torch.linalg.inv(cold), atol=2e-4, rtol=0.15)
     ladder = result.history["kl_weight"]
     assert ladder[0] < 0.01
-    assert bool((ladder[:101].diff() > 0).all())
-    assert bool((ladder[101:] == 0.25).all())
+    assert bool((ladder[:61].diff() > 0).all())
+    assert bool((ladder[61:] == 0.25).all())
     assert any("not the posterior" in note for note in result.notes)
     assert result.kl_weight == 0.25
     # reported at λ = 1: below the evidence
     assert result.elbo.value < exact()[2]
-
-
-def test_the_kl_warms_up_where_nothing_has_been_learned_yet():
-    posterior = linear(vi.LowRankNormal(1))
-    first = posterior.fit(loader(), steps=40, progress=False).history["kl_weight"]
-    rise = round(KL_WARMUP * 40)
-    assert bool((first[:rise] < 1).all())
-    assert bool((first[rise:] == 1).all())
-    # neither on the way on, nor with more columns
-    assert bool((posterior.fit(loader(), steps=4, progress=False).history["kl_weight"] == 1).all())
-    assert bool((posterior.grow(loader(), rank=2, steps=4, progress=False).history["kl_weight"] == 1).all())
-
-
-def test_a_factor_learns_slower_the_more_weights_there_are():
-    for size, rate in ((4, 1.0), (400, FACTOR_RATE / 20)):
-        net = nn.Linear(size, 1, bias=False)
-        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(noise=1.0), vi.LowRankPrecision(2))
-        family, optimizer = bayes.family, make_optimizer(bayes, None, 0.1)
-        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        assert rates[id(family.factor)] == pytest.approx(0.1 * rate)
-        assert rates[id(family.mean)] == rates[id(family.log_scale)] == 0.1
-
-
-def test_optimizers_and_schedulers_of_the_users_own():
-    posterior = linear()
-    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.01, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 20])
-    result = posterior.fit(loader(), steps=30, optimizer=optimizer, schedule=lambda _: scheduler, progress=False)
-    assert result.history["lr"].tolist() == pytest.approx([0.01] * 10 + [0.001] * 10 + [0.0001] * 10)
-    result = linear().fit(
-        loader(),
-        steps=20,
-        optimizer=lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0),
-        schedule=vi.Schedule(warmup=0.5),
-        progress=False,
-    )
-    rates = result.history["lr"]
-    assert rates[:10].tolist() == pytest.approx([0.01 * k for k in range(1, 11)])
-    assert rates[-1] < 0.01
-    assert rates.argmax() in (9, 10)
 
 
 def test_default_schedule_and_cooling():
@@ -243,7 +156,7 @@ def test_default_schedule_and_cooling():
     assert factors[55] == pytest.approx(0.5)
     defaults = {name: one.default for name, one in list(inspect.signature(fit).parameters.items())[2:]}
     options = Options(**defaults | {"steps": 100, "schedule": vi.Schedule(warmup=0.1), "progress": False})
-    one = make_fit(linear(), loader(), options, Ranks())
+    one = Fit(linear(), loader(), options, Ranks())
     one.cooling, one.end, found = 55, 75, {}
     for one.step in (54, 55, 65, 74, 75):
         found[one.step] = one.rate_factor
@@ -262,11 +175,6 @@ def test_the_rate_is_held_and_then_falls():
     assert factors[99] < 0.01
     late = [rate_factor(step, 100, 0.5, 0.1) for step in (49, 50, 75)]  # never before it has risen
     assert late == pytest.approx([1.0, 1.0, 0.5])
-    result = linear().fit(
-        loader(), steps=40, lr=0.1, schedule=vi.Schedule(warmup=0.1, hold=0.5, stop=False), progress=False
-    )
-    assert result.history["lr"].tolist()[4:21] == pytest.approx([0.1] * 17)
-    assert result.history["lr"][-1] < 0.001
 
 
 def test_clipping():
@@ -282,36 +190,6 @@ def test_clipping():
     assert result.history["gradient_norm"][0] > 0.01
 
 
-def test_mixed_precision():
-    # without a bias: vmap adds one in float32, and the hook would see that
-    net = nn.Sequential(nn.Linear(D, 8, bias=False), nn.Tanh(), nn.Linear(8, 1))
-    seen = []
-    net[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField())
-    x, t = (tensor.float() for tensor in data().tensors)
-    batches = DataLoader(TensorDataset(x, t), batch_size=20, shuffle=True)
-    result = posterior.fit(batches, epochs=30, compute=vi.Compute(precision=torch.bfloat16), progress=False)
-    assert torch.bfloat16 in seen
-    assert posterior.model.precision is None
-    assert all(tensor.dtype == torch.float32 for tensor in posterior.parameters())
-    assert result.history["elbo"][-1] > result.history["elbo"][0]
-    seen.clear()
-    posterior.elbo(batches, groups=2)
-    assert set(seen) == {torch.float32}
-
-
-def test_networks_own_dropout_draws_from_the_seed():
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(D, 8, dtype=torch.float64), nn.Dropout(0.5), nn.Linear(8, 1, dtype=torch.float64))
-        posterior = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField(), dropout="on")
-        torch.manual_seed(len(runs))
-        posterior.fit(loader(), epochs=3, progress=False)
-        runs.append(parameters(posterior))
-    assert same(*runs)
-
-
 # -------------------------------------------------------------------------------------------- stages and averaging
 
 
@@ -321,9 +199,8 @@ def regression_net(family):
     return vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), family)
 
 
-@pytest.mark.parametrize("family", [vi.LowRankNormal(3), vi.LowRankPrecision(3)])
-def test_staged_fit(family):
-    posterior = regression_net(family)
+def test_staged_fit():
+    posterior = regression_net(vi.LowRankPrecision(3))
     factors = []
     result = posterior.fit(
         loader(), steps=100, progress=False,
@@ -331,31 +208,14 @@ def test_staged_fit(family):
             (posterior.family.factor.abs().max().item(), posterior.family.factor.requires_grad)
         ),
     )  # fmt: skip
-    assert all(factor == (0.0, False) for factor in factors[:40])
-    assert all(size > 0 and learns for size, learns in factors[40:])
+    assert all(factor == (0.0, False) for factor in factors[:39])
+    assert all(size > 0 and learns for size, learns in factors[39:])
     assert result.history["stage"].tolist() == [1] * 40 + [2] * 60
-    assert set(result.candidates) >= {"last step", "rank 0 (mean field)"}
     assert result.elbo.value == max(estimate.value for estimate in result.candidates.values())
-    assert posterior.family.factor.requires_grad
     # what was learned is not thrown away by a second fit
-    again = posterior.fit(loader(), steps=20, progress=False)
-    assert again.history["stage"].tolist() == [2] * 20
-
-
-def test_staged_fit_keeps_stage_one_where_the_factor_does_harm():
-    posterior = regression_net(vi.LowRankNormal(3))
-
-    def spoil(history):
-        if len(history) >= 60:
-            with torch.no_grad():
-                posterior.family.factor.add_(5.0)
-
-    result = posterior.fit(loader(), steps=100, progress=False, callback=spoil)
-    assert result.kept == "rank 0 (mean field)"
-    assert result.candidates["rank 0 (mean field)"].value > result.candidates["last step"].value
-    assert bool((posterior.family.factor == 0).all())
-    g = torch.Generator().manual_seed(1)
-    assert posterior.elbo(loader(), groups=8, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
+    again = posterior.fit(loader(), steps=80, progress=False).history
+    assert again["stage"].unique().tolist() == [2]
+    assert again["kl_weight"].unique().tolist() == [1]
 
 
 def test_parts_and_blocks_are_staged_and_mean_field_is_not():
@@ -363,13 +223,13 @@ def test_parts_and_blocks_are_staged_and_mean_field_is_not():
         vi.Mixture(vi.LowRankNormal(2), 2),
         vi.PerLayer({"0.*": vi.MAP(), "2.*": vi.LowRankPrecision(2)}),
     ):
-        result = regression_net(family).fit(loader(), steps=20, progress=False)
-        assert result.history["stage"].tolist() == [1] * 8 + [2] * 12
-    assert linear().fit(loader(), steps=20, progress=False).history["stage"].unique().tolist() == [2]
-    unstaged = regression_net(vi.LowRankNormal(2)).fit(
-        loader(), steps=20, schedule=vi.Schedule(staged=False), progress=False
-    )
-    assert unstaged.history["stage"].unique().tolist() == [2]
+        staged = regression_net(family).fit(loader(), steps=20, schedule=vi.Schedule(staged=True), progress=False)
+        assert staged.history["stage"].tolist() == [1] * 8 + [2] * 12
+    assert linear().fit(loader(), steps=64, progress=False).history["stage"].unique().tolist() == [2]
+
+
+#: the rate is held until the last step
+CONSTANT = vi.Schedule(warmup=0.0, hold=0.999, stop=False)
 
 
 def test_average_is_kept_only_where_it_is_not_lower():
@@ -377,9 +237,8 @@ def test_average_is_kept_only_where_it_is_not_lower():
     for rate, steps in ((0.3, 200), (0.02, 40)):
         torch.manual_seed(0)
         posterior = linear()
-        constant = lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)  # noqa: E731
         result = posterior.fit(
-            loader(5), steps=steps, optimizer=lambda p, r=rate: torch.optim.Adam(p, r), schedule=constant,
+            loader(5), steps=steps, optimizer=lambda p, r=rate: torch.optim.Adam(p, r), schedule=CONSTANT,
             progress=False,
         )  # fmt: skip
         average = f"average of the last {steps // 4}"
@@ -397,21 +256,6 @@ def test_average_is_kept_only_where_it_is_not_lower():
 # ------------------------------------------------------------------------------------------------------- verdicts
 
 
-def test_trend_and_its_noise():
-    g = torch.Generator().manual_seed(0)
-    epoch = torch.arange(200) // 20
-    noise = torch.randn(200, generator=g, dtype=torch.float64)
-    full = torch.ones(200, dtype=torch.float64)
-    # the same rise over half as much learning is twice the slope
-    assert trend(0.1 * torch.arange(200).double(), epoch, full / 2)[0] == pytest.approx(0.2)
-    slope, error = trend(noise + 0.1 * torch.arange(200), epoch, full)
-    assert abs(slope - 0.1) < 4 * error
-    assert slope > 10 * error
-    flat, error = trend(noise, epoch, full)
-    assert abs(flat) < 4 * error
-    assert trend(torch.tensor([1.0, float("nan")]), torch.zeros(2), torch.ones(2)) == (0.0, float("inf"))
-
-
 def test_verdicts():
     assert linear().fit(loader(), steps=20, progress=False).verdict.startswith("too few steps")
     slow = linear().fit(loader(N), steps=120, lr=1e-3, progress=False)
@@ -421,19 +265,18 @@ def test_verdicts():
     fallen = linear().fit(loader(5), steps=240, lr=5e-3, progress=False)
     assert fallen.verdict.startswith("still improving at ")
     posterior = linear()
-    done = posterior.fit(loader(), steps=2000, lr=0.05, progress=False)
+    done = posterior.fit(loader(N), steps=800, lr=0.05, progress=False)
     assert done.verdict == "converged"
-    assert done.steps < 2000  # stopped where the trend was gone, after a last quarter with a falling rate
+    assert done.steps < 800  # stopped where the trend was gone, after a last quarter with a falling rate
     assert done.history["lr"][-1] < 1e-3
-    assert linear().fit(loader(), steps=400, lr=0.05, schedule=vi.Schedule(stop=False), progress=False).steps == 400
     assert "converged, after" in str(done)
 
 
 def test_a_rate_of_zero_is_not_convergence():
     posterior = linear()
     frozen = torch.optim.SGD(posterior.parameters(), lr=0.0)
-    result = posterior.fit(loader(), steps=400, optimizer=frozen, progress=False)
-    assert result.steps == 400
+    result = posterior.fit(loader(), steps=100, optimizer=frozen, progress=False)
+    assert result.steps == 100
     assert result.status is vi.Status.UNCLEAR
     assert "the learning rate was zero, and nothing moved" in result.verdict
 
@@ -447,20 +290,6 @@ def test_a_group_that_is_frozen_does_not_hide_what_the_others_learn():
     assert result.history["lr"].max() == pytest.approx(1e-3)
 
 
-class Interrupting(torch.utils.data.Dataset):
-    def __init__(self):
-        self.served = 0
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, index):
-        self.served += 1
-        if self.served > 3 * N:
-            raise KeyboardInterrupt
-        return data()[index]
-
-
 def test_ctrl_c_ends_the_fit_with_what_there_is():
     def stop(history):
         if len(history) == 7:
@@ -470,10 +299,6 @@ def test_ctrl_c_ends_the_fit_with_what_there_is():
     assert result.verdict == "stopped by you"
     assert result.steps == len(result.history) == 7
     assert result.candidates == {}
-    posterior = linear()
-    result = posterior.fit(DataLoader(Interrupting(), batch_size=20, shuffle=True), epochs=10, progress=False)
-    assert (result.verdict, result.steps) == ("stopped by you", 8)  # two items are looked at before
-    assert torch.isfinite(posterior.family.mean).all()
 
 
 @pytest.fixture
@@ -535,27 +360,19 @@ def test_a_step_that_is_not_finite_is_undone_and_its_batch_named():
     assert result.history["elbo"].isnan().tolist() == [False, False, True, False]
     assert any("1 steps left out" in note and "batch 2 of epoch 0" in note for note in result.notes)
     assert any("over the full data is not finite" in note for note in result.notes)
+    assert result.status is vi.Status.DIVERGED
     assert same(states[2], states[1])
     assert not same(states[1], states[0])
     assert not same(states[3], states[2])
-
-
-def test_data_that_are_not_finite_have_no_verdict_of_convergence():
-    x, t = data().tensors
-    x[50, 0] = torch.nan
-    result = linear().fit(DataLoader(TensorDataset(x, t), batch_size=20), epochs=4, progress=False)
-    assert result.elbo.value == -torch.inf
-    assert result.verdict == "no finite ELBO: print(result.details) says which batch and why"
-    assert "4 steps left out, not finite; the first at batch 2 of epoch 0" in result.details
 
 
 def test_a_batch_with_an_error_is_named():
     labels = torch.zeros(60, dtype=torch.long)
     labels[50] = 2
     bayes = vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), vi.MeanField())
-    with pytest.raises(ValueError, match="labels run from 0 to 2, but there are 2 classes") as caught:
+    with pytest.raises(ValueError, match="labels") as caught:
         bayes.fit(DataLoader(TensorDataset(torch.zeros(60, 3), labels), batch_size=20), epochs=1, progress=False)
-    assert caught.value.__notes__ == ["in batch 2 of epoch 0"]
+    assert "in batch 2 of epoch 0, after step 2" in caught.value.__notes__
 
 
 def test_five_in_a_row_stop_the_fit_at_the_last_good_state():
@@ -666,22 +483,6 @@ def test_fits_in_threads_are_inside_their_networks_at_the_same_time():
     assert errors == []
 
 
-def test_a_subset_sampler_counts_its_own():
-    sampler = torch.utils.data.SubsetRandomSampler(range(30))
-    posterior = linear()
-    posterior.fit(DataLoader(data(), batch_size=10, sampler=sampler), epochs=1, progress=False)
-    assert posterior.model.num_data == 30
-
-
-def test_weighted_sampler_is_explained():
-    weights = [1.0] * 30 + [5.0] * 30
-    weighted = DataLoader(data(), batch_size=20, sampler=WeightedRandomSampler(weights, N))
-    with pytest.warns(UserWarning, match="more often than others"):
-        result = linear().fit(weighted, epochs=2, progress=False)
-    assert not result.exact
-    assert any(note.startswith("not exact: the loader's WeightedRandomSampler") for note in result.notes)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(data())
@@ -695,7 +496,6 @@ def test_loaders_of_all_kinds():
         linear(num_data=N).fit(stream, epochs=5, progress=False)
     result = linear(num_data=N).fit(stream, steps=7, progress=False)
     assert (result.steps, result.epochs) == (7, 2)
-    assert any("IterableDataset" in note for note in result.notes)
     batches = [batch for batch in loader()]
     result = linear(num_data=N).fit(batches, epochs=2, progress=False)
     assert result.exact
@@ -720,7 +520,7 @@ def test_another_fit_takes_the_length_of_its_own_data():
     assert bayes.model.num_data == N
     result = bayes.fit(part, steps=2, progress=False)
     assert bayes.model.num_data == 20
-    assert result.notes == [f"N = 20, of this loader's data set; in the fit before it was {N}"]
+    assert result.notes == [f"N = 20, of this loader's data set; in the fit before {N}"]
     told = linear(num_data=N)
     result = told.fit(part, steps=2, progress=False)
     assert told.model.num_data == N
@@ -741,56 +541,6 @@ def test_batch_norm_that_has_seen_no_data_is_noted():
     assert notes() == []
 
 
-def test_methods_show_the_signatures_of_what_they_do():
-    assert "epochs" in inspect.signature(vi.Posterior.fit).parameters
-    assert "rank" in inspect.signature(vi.Posterior.grow).parameters
-    assert "linearise" in inspect.signature(vi.Posterior.predict).parameters
-    assert "levels" in inspect.signature(vi.Posterior.evaluate).parameters
-    assert "weight decay" in vi.Posterior.fit.__doc__
-
-
-def test_what_a_posterior_and_a_result_print():
-    net = nn.Sequential(nn.Linear(D, 4), nn.ReLU(), nn.Linear(4, 1)).double()
-    bayes = vi.variationalize(net, vi.likelihoods.Gaussian(NOISE), vi.MeanField(), select="2.*")
-    assert "5 of the network's 21 weights are random, N not known yet" in repr(bayes)
-    result = bayes.fit(loader(), steps=2, progress=False)
-    assert f"5 of the network's 21 weights are random, N = {N}" in repr(bayes)
-    assert repr(result) == str(result)
-
-
-def test_what_must_be_known_is_in_the_notes():
-    point = linear(vi.MAP()).fit(loader(), epochs=1, progress=False)
-    assert not point.bound
-    assert any("no lower bound" in note for note in point.notes)
-    assert "no bound" in str(point)
-    net = nn.Linear(D, 1, bias=False, dtype=torch.float64)
-    prior = vi.priors.NormalPrior(1.0) + vi.priors.LaplacePrior(1.0)
-    summed = vi.variationalize(net, vi.likelihoods.Gaussian(noise=NOISE), vi.MeanField(), prior)
-    assert any("up to a constant" in note for note in summed.fit(loader(), epochs=1, progress=False).notes)
-    x = data().tensors[0]
-    labels = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=20)
-    weighted = vi.likelihoods.Categorical(class_weights=[1.0, 3.0])
-    posterior = vi.variationalize(nn.Linear(D, 2, dtype=torch.float64), weighted, vi.MeanField())
-    assert any("weighted" in note for note in posterior.fit(labels, epochs=1, progress=False).notes)
-
-
-# -------------------------------------------------------------------------------------------------------- progress
-
-
-def test_progress_lines_bar_and_silence(capsys, monkeypatch):
-    linear().fit(loader(), steps=40, progress=False)
-    assert capsys.readouterr() == ("", "")
-    linear().fit(loader(), steps=40)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == Progress.LINES
-    assert lines[-1].startswith("step 40/40: ELBO -")
-    assert "±" in lines[0]
-    assert "s left" in lines[0]
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    linear().fit(loader(), steps=40)
-    assert "ELBO -" in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------------------------ bad inputs
 
 
@@ -804,7 +554,6 @@ def test_progress_lines_bar_and_silence(capsys, monkeypatch):
         ({"epochs": 1, "accumulate": 0}, "accumulate must be"),
         ({"epochs": 1, "kl_weight": 0}, "kl_weight must be a positive"),
         ({"epochs": 1, "clip": -1.0}, "clip must be a positive"),
-        ({"epochs": 1, "compute": vi.Compute(precision=torch.float32)}, "torch.bfloat16 or torch.float16"),
         ({"epochs": 1, "compute": vi.Compute(precision=torch.float16)}, "the weights are torch.float64"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.Adam(p, weight_decay=0.1)}, "weight_decay=0.1.*prior"),
         ({"epochs": 1, "optimizer": lambda p: torch.optim.SGD([torch.zeros(1)], 0.1)}, "not posterior.parameters"),
@@ -822,11 +571,9 @@ def test_bad_values(options, message):
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS"),
         ({"optimizer": lambda p: 3}, "torch optimizer"),
         ({"optimizer": "adam"}, "torch optimizer or a function .* got .adam"),
-        ({"schedule": 3}, "a function from the optimizer"),
-        ({"schedule": lambda _: 3}, "a scheduler of it"),
+        ({"schedule": 3}, r"vi.Schedule\(\.\.\)"),
         ({"estimator": "path"}, r"vi.Estimator\(\.\.\)"),
         ({"validation": 0.2}, "split the data"),
-        ({"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "metric"),
     ],
 )
 def test_bad_types(options, message):
@@ -837,18 +584,12 @@ def test_bad_types(options, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: vi.Schedule(warmup=1.0), "warmup is a fraction"),
-        (lambda: vi.Schedule(hold=-0.1), "hold is a fraction"),
-        (lambda: vi.Schedule(kl_warmup=-1), "kl_warmup is a fraction"),
+        (lambda: vi.Schedule(warmup=1.0), "warmup must be a fraction"),
         (lambda: vi.Schedule(staged="yes"), "staged must be"),
         (lambda: vi.Checkpoint("folder", every=0), "every must be"),
+        (lambda: vi.Compute(precision=torch.float32), "torch.bfloat16 or torch.float16"),
     ],
 )
 def test_bad_values_of_frozen_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_one_batch_instead_of_a_loader_is_told():
-    with pytest.raises(TypeError, match=r"is one batch: write DataLoader\(TensorDataset"):
-        linear().fit(data().tensors, steps=2)

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.families.mixture import with_components
 
 N, D, NOISE = 40, 3, 0.5
 
@@ -28,27 +27,12 @@ def bayes(family, net=None, prior=None):
     return vi.variationalize(network() if net is None else net, likelihood, family, prior, num_data=N)
 
 
-def values(net):
-    return torch.cat([tensor.detach().reshape(-1) for tensor in net.parameters()])
-
-
-def true_fisher(net):
-    """Σ_n (∂ log p_n)², one observation after the other."""
-    total = torch.zeros_like(values(net))
-    x, t = loader().dataset.tensors
-    for row, target in zip(x, t, strict=True):
-        net.zero_grad()
-        (-0.5 * ((net(row) - target) / NOISE).square()).sum().backward()
-        total += torch.cat([tensor.grad.reshape(-1) for tensor in net.parameters()]).square()
-    return total
-
-
 # ----------------------------------------------------------------------------------------------------------- grow
 
 
 @pytest.mark.parametrize(
     "family",
-    [vi.MeanField(), vi.LowRankNormal(0), vi.LowRankNormal(1), vi.LowRankPrecision(1)],
+    [vi.MeanField(), vi.LowRankPrecision(1)],
     ids=repr,
 )
 def test_grow_rank(family):
@@ -65,17 +49,7 @@ def test_grow_rank(family):
     expected = vi.LowRankPrecision if isinstance(old, vi.LowRankPrecision) else vi.LowRankNormal
     assert type(posterior.family) is expected
     g = torch.Generator().manual_seed(1)
-    assert posterior.elbo(loader(), groups=32, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
-
-
-def test_growing_starts_where_the_fit_was():
-    posterior = bayes(vi.LowRankPrecision(1))
-    posterior.fit(loader(), steps=50, progress=False)
-    covariance = posterior.family().covariance().detach()
-    # a learning rate of nothing: only the small new columns differ
-    result = posterior.grow(loader(), rank=2, steps=2, lr=1e-12, progress=False)
-    assert abs(result.candidates["grown"].value - result.candidates["before"].value) < 0.1
-    torch.testing.assert_close(posterior.family().covariance().detach(), covariance, rtol=0.02, atol=1e-3)
+    assert posterior.elbo(loader(), groups=8, generator=g).value == pytest.approx(result.elbo.value, abs=1e-8)
 
 
 def test_what_grows_worse_is_not_kept():
@@ -125,12 +99,3 @@ def test_bad_growth(family, options, error, message):
 
 
 # ------------------------------------------------------------------------------------------------------ ensembles
-
-
-def test_new_parts_of_a_mixture_weigh_a_tenth_together():
-    space = vi.Parameters({"z": torch.zeros(3)})
-    generator = torch.Generator().manual_seed(0)
-    two = with_components(vi.MeanField().bind(space), 2, generator)
-    torch.testing.assert_close(two.proportions, torch.tensor([0.9, 0.1]))
-    four = with_components(two, 4, generator)
-    torch.testing.assert_close(four.proportions, torch.tensor([0.81, 0.09, 0.05, 0.05]))

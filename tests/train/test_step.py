@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import structvi as vi
-from structvi.optim.adam import make_optimizer
-from structvi.train.step import Step
+from structvi.optim.adam import FACTOR_RATE, make_optimizer
+from structvi.train.step import LossFactor, Step
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 T = torch.randn(12, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -90,34 +90,6 @@ def test_several_batches_share_a_step():
     assert outcome.elbo.shape == (1,)
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [((X * torch.nan, T), "log likelihood is not finite at 2 of 2"), ((X, T * torch.inf), "log likelihood is not")],
-)
-def test_what_is_not_finite_changes_nothing(batch, message):
-    bayes = posterior(vi.LowRankNormal(2))
-    generator = torch.Generator().manual_seed(0)
-    step = Step(bayes, make_optimizer(bayes, None, 0.01), generator)
-    step([(X, T)])
-    before = flat(bayes)
-    with pytest.raises(vi.NonFiniteError, match=message):
-        step([batch])
-    assert torch.equal(flat(bayes), before)
-
-
-def test_labels_out_of_range_are_named_although_values_are_not_read():
-    bayes = vi.variationalize(nn.Linear(3, 2), vi.likelihoods.Categorical(), vi.MeanField(), num_data=4)
-    step = Step(bayes, make_optimizer(bayes, None, 0.01), torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="labels run from 0 to 2, but there are 2 classes"):
-        step([(torch.zeros(2, 3), torch.tensor([0, 2]))])
-
-
-def test_a_gradient_without_closure_or_capture_cannot_be_replayed():
-    bayes = posterior(vi.MeanField())
-    with pytest.raises(ValueError, match="no step has been captured: not on a CUDA device"):
-        Step(bayes, make_optimizer(bayes, None, 0.01), torch.Generator().manual_seed(0)).replay()
-
-
 def test_a_compiled_network_gives_the_same(monkeypatch):
     """torch.compile without a compiler: the network's graph is traced and run as it is."""
     compile, asked = torch.compile, []
@@ -136,3 +108,83 @@ def test_a_compiled_network_gives_the_same(monkeypatch):
     torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-10)
     assert asked == [torch.func.functional_call]
     assert bayes.model.compiled is None
+
+
+def test_a_factor_learns_slower_the_more_weights_there_are():
+    for size, rate in ((4, 1.0), (400, FACTOR_RATE / 20)):
+        net = nn.Linear(size, 1, bias=False)
+        bayes = vi.variationalize(net, vi.likelihoods.Gaussian(noise=1.0), vi.LowRankPrecision(2))
+        rates = {id(p): group["lr"] for group in make_optimizer(bayes, None, 0.1).param_groups for p in group["params"]}
+        assert rates[id(bayes.family.factor)] == pytest.approx(0.1 * rate)
+        assert rates[id(bayes.family.mean)] == rates[id(bayes.family.log_scale)] == 0.1
+
+
+def test_a_step_without_memory_is_explained_and_nothing_is_lost(tmp_path, monkeypatch):
+    """The posterior is that of the last step, and a fit resumed from the checkpoint ends as one never stopped."""
+    options = {"steps": 12, "progress": False, "schedule": vi.Schedule(stop=False)}
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, T), batch_size=4, shuffle=True)
+    whole, bayes, again, seen = *(posterior(vi.LowRankNormal(2)) for _ in range(3)), {}
+    for one in (whole, bayes, again):
+        one.model.num_data = 12
+    whole.fit(loader, **options)
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    def fail_later(history):
+        if len(history) == 7:
+            seen["flat"] = flat(bayes)
+            monkeypatch.setattr(Step, "gradients", no_memory)
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
+        bayes.fit(loader, **options, checkpoint=vi.Checkpoint(tmp_path, every=5), callback=fail_later)
+    notes = "; ".join(caught.value.__notes__)
+    assert "with P = 21 weights, 2 draws and batches of 4." in notes
+    assert "after step 7; go on from" in notes
+    assert torch.equal(seen["flat"], flat(bayes))
+    monkeypatch.undo()
+    result = again.fit(loader, **options, checkpoint=vi.Checkpoint(tmp_path, resume=True))
+    assert any("resumed at step 5" in note for note in result.notes)
+    assert torch.equal(flat(whole), flat(again))
+
+
+def test_small_gradients_survive_float16():
+    """A gradient of 1e-8 at the output is zero in float16; that of c times the loss, divided by c, is that of float32.
+
+    The norm, and what the optimizer takes, are those of the loss itself.
+    """
+    x, t = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 1)
+    gradients, norms = [], []
+    for precision, c in ((None, 1.0), (torch.float16, 2.0**16), (torch.float16, 1.0)):
+        torch.manual_seed(0)
+        likelihood, prior = vi.likelihoods.Gaussian(noise=2e4), vi.priors.NormalPrior(1e8)
+        bayes = vi.variationalize(nn.Linear(3, 1), likelihood, vi.MAP(), prior, num_data=8, evaluation="loop")
+        bayes.model.precision = precision
+        step = Step(bayes, torch.optim.SGD(bayes.parameters(), lr=0.0), torch.Generator().manual_seed(0))
+        step.factor.set(c)
+        norms.append(step([(x, t)]).norm)
+        gradients.append(torch.cat([1e9 * p.grad.flatten() for p in bayes.parameters()]))
+    full, scaled, unscaled = gradients
+    torch.testing.assert_close(scaled, full, rtol=0, atol=0.03 * full.norm().item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert unscaled[:3].norm() < 0.5 * full[:3].norm()
+
+
+def test_a_gradient_that_no_factor_makes_finite_ends_the_fit(monkeypatch):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return gradients[0] * torch.inf
+
+    monkeypatch.setattr(LossFactor, "LOWEST", 2.0**16)
+    bayes = vi.variationalize(
+        nn.Linear(3, 1), vi.likelihoods.Gaussian(1.0), vi.MeanField(), num_data=8,
+        forward=lambda net, batch: (Broken.apply(net(batch[0])), batch[1]),
+    )  # fmt: skip
+    batch = torch.ones(8, 3), torch.ones(8, 1)
+    with pytest.raises(vi.NonFiniteError, match="5 batches in a row"):
+        bayes.fit([batch], steps=10, compute=vi.Compute(precision=torch.float16), progress=False)

@@ -21,16 +21,6 @@ def network():
     return nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 2))
 
 
-def trained(steps=200):
-    net = network()
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(X[:80]), T[:80]).backward()
-        optimizer.step()
-    return net
-
-
 def test_held_out_density_is_in_the_history_once_an_epoch():
     bayes = vi.variationalize(network(), vi.likelihoods.Categorical(), vi.MeanField())
     result = bayes.fit(loader(), epochs=6, validation=loader(80, 160), schedule=vi.Schedule(stop=False), progress=False)
@@ -47,38 +37,6 @@ def test_the_fit_is_the_same_with_and_without_held_out_data():
         result = bayes.fit(loader(), epochs=5, validation=validation, progress=False)
         found.append((result.history["elbo"], bayes.family.mean.detach().clone()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_killed_fit_goes_on_with_its_held_out_data(tmp_path):
-    def begun():
-        return vi.variationalize(
-            network(), vi.likelihoods.Categorical(), vi.MeanField(), generator=torch.Generator().manual_seed(0)
-        )
-
-    whole = begun().fit(loader(), epochs=4, validation=loader(80, 160), progress=False)
-
-    def stop(history):
-        if len(history) == 6:
-            raise KeyboardInterrupt
-
-    options = {"epochs": 4, "validation": loader(80, 160), "progress": False}
-    begun().fit(loader(), checkpoint=vi.Checkpoint(tmp_path), callback=stop, **options)
-    again = begun().fit(loader(), checkpoint=vi.Checkpoint(tmp_path, resume=True), **options)
-    assert again.held_out == whole.held_out
-    assert torch.equal(again.history["held_out"].nan_to_num(0), whole.history["held_out"].nan_to_num(0))
-
-
-def test_data_that_are_fitted_are_no_held_out_data():
-    x = torch.randn(20, 2)
-    data = TensorDataset(x, x[:, :1])
-    train, again = DataLoader(data, batch_size=10, shuffle=True), DataLoader(data, batch_size=5)
-    bayes = vi.variationalize(nn.Linear(2, 1), vi.likelihoods.Gaussian(1.0), vi.MeanField())
-    for seen in (train, again):
-        with pytest.warns(UserWarning, match="are the data that are fitted"):
-            bayes.fit(train, steps=2, validation=seen, progress=False)
-    halves = (torch.utils.data.SubsetRandomSampler(range(*ends)) for ends in ((0, 10), (10, 20)))
-    fitted, held_out = (DataLoader(data, batch_size=5, sampler=half) for half in halves)
-    bayes.fit(fitted, steps=2, validation=held_out, progress=False)  # no warning, which would be an error
 
 
 class Augmented(torch.utils.data.Dataset):

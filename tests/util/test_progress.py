@@ -4,9 +4,10 @@ import sys
 import types
 
 import pytest
+import torch
 
 import structvi as vi
-from structvi.util.progress import is_live, progress_bar
+from structvi.util.progress import Progress, is_live, progress_bar
 
 
 class ZMQInteractiveShell:
@@ -17,28 +18,25 @@ class TerminalInteractiveShell:
     """Has the name of a terminal's."""
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+
+
 def shell(monkeypatch, kind):
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: kind and kind()))
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [(ZMQInteractiveShell, True), (TerminalInteractiveShell, False), (None, False)]
-)
-def test_a_notebook_is_known(monkeypatch, kind, expected):
-    shell(monkeypatch, kind)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    assert is_live() is expected
-
-
-def test_ipython_need_not_be_there(monkeypatch):
-    monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+def test_a_notebook_is_known(monkeypatch):
+    for kind, expected in ((ZMQInteractiveShell, True), (TerminalInteractiveShell, False), (None, False)):
+        shell(monkeypatch, kind)
+        assert is_live() is expected
+    monkeypatch.delitem(sys.modules, "IPython")
     assert not is_live()
 
 
 def test_a_bar_is_for_a_live_line_alone(monkeypatch, capsys):
     shell(monkeypatch, None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     assert list(progress_bar([1, 2], total=2, label="two", show=True)) == [1, 2]
     assert capsys.readouterr().err == ""
     shell(monkeypatch, ZMQInteractiveShell)
@@ -46,18 +44,18 @@ def test_a_bar_is_for_a_live_line_alone(monkeypatch, capsys):
     assert "two" in capsys.readouterr().err
 
 
-def test_a_fit_in_a_notebook_is_one_line(monkeypatch, capsys):
-    import torch
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    data = [(torch.zeros(4, 2), torch.zeros(4, 1))]
-
-    def fitted():
-        bayes = vi.variationalize(torch.nn.Linear(2, 1), vi.likelihoods.Gaussian(1.0), vi.MeanField(), num_data=4)
-        bayes.fit(data, steps=20)
+def test_a_fit_is_ten_plain_lines_or_one_live_line(monkeypatch, capsys):
+    def fitted(**options):
+        net, likelihood = torch.nn.Linear(2, 1), vi.likelihoods.Gaussian(1.0)
+        bayes = vi.variationalize(net, likelihood, vi.MeanField(), num_data=4)
+        bayes.fit([(torch.zeros(4, 2), torch.zeros(4, 1))], steps=20, **options)
         return capsys.readouterr().err
 
-    assert len(fitted().strip().split("\n")) == 10
+    assert fitted(progress=False) == ""
+    lines = fitted().splitlines()
+    assert len(lines) == Progress.LINES
+    assert lines[-1].startswith("step 20/20: ELBO -")
+    assert "s left" in lines[0]
     shell(monkeypatch, ZMQInteractiveShell)
     text = fitted()
     assert "ELBO" in text

@@ -13,7 +13,7 @@ from ..families.mixture import mixture_of
 from ..models.bayesian_model import BayesianModel
 from ..models.target import LogDensity, Target
 from ..objective import Estimate, Estimator, NonFiniteError, elbo_terms, not_finite
-from ..util.checks import check_integer, check_positive, check_seed, is_positive, with_hints
+from ..util.checks import check_integer, check_positive, check_seed, is_positive
 from .adam import OverBatches, fit_minibatches
 from .fixed_draws import fresh_draws, least_draws
 from .large import CHUNK, LEAST_LIMIT, fit_large, large_root
@@ -30,7 +30,6 @@ STARTS = 4
 EACH, LEAST = 600, 20_000
 
 
-@with_hints
 def fit_density(
     target: Target,
     family: Family,

@@ -14,8 +14,8 @@ import torch
 
 from ..families.family import Family
 from ..files.describe import decode, refusing
-from ..files.file import CheckpointError, Table, brief, opened, write
-from ..files.posterior_file import describe_part, differences, shapes_of, under
+from ..files.file import CheckpointError, brief, read, write
+from ..files.posterior_file import describe_part, differences, shapes_of, table, under
 from ..models.target import Target
 from ..objective import Estimate
 from ..parameters import Parameters
@@ -48,7 +48,7 @@ def save_fit(fit: "DensityFit", path: str | os.PathLike[str]) -> None:
         raise ValueError("the family has values that are not finite, and a file of it could not be loaded: fit again")
     described = describe_part(family)
     if "value" in described:
-        decode(described["value"], "family", len(space.names))
+        decode(described["value"], "family")
     tensors["elbo.per_group"] = fit.elbo.per_group
     tensors["modes.theta"] = torch.stack([m.theta for m in fit.modes]) if fit.modes else torch.zeros(0, space.size)
     minibatches = isinstance(target, OverBatches)
@@ -106,19 +106,17 @@ def load_fit(
             "is read by vi.load(path, net)"
         )
     space = target.space
-    with opened(path) as stored:
-        saved = stored.description
-        _check(saved, space, path)
-        q = _family(saved, family, space, path)
-        with refusing(path):
-            expected = {f"family.{name}": shape for name, shape in _shapes(q, space).items()}
-        expected["modes.theta"] = (len(saved["modes"]), space.size)
-        file = {name: (shape,) for name, (shape, _) in stored.table.items() if name != "elbo.per_group"}
-        if different := differences(file, {name: (shape,) for name, shape in expected.items()}):
-            what = f"{path}: the family ({type(q).__name__}) is not the one that was saved. The tensors are\n"
-            raise (CheckpointError if family is None else ValueError)(what + "\n".join(different))
-        _check_dtypes(stored.table, space, family is None, path)
-        tensors = stored.tensors()
+    tensors, saved = read(path)
+    _check(saved, space, path)
+    q = _family(saved, family, space, path)
+    with refusing(path):
+        expected = {f"family.{name}": shape for name, shape in _shapes(q, space).items()}
+    expected["modes.theta"] = (len(saved["modes"]), space.size)
+    file = {name: (shape,) for name, (shape, _) in table(tensors).items() if name != "elbo.per_group"}
+    if different := differences(file, {name: (shape,) for name, shape in expected.items()}):
+        what = f"{path}: the family ({type(q).__name__}) is not the one that was saved. The tensors are\n"
+        raise (CheckpointError if family is None else ValueError)(what + "\n".join(different))
+    _check_dtypes(tensors, space, family is None, path)
     own = under("family", tensors)
     if family is None and not all(bool(x.isfinite().all()) for x in own.values()):
         raise CheckpointError(f"{path}: the family has values that are not finite: save one whose fit has not failed")
@@ -214,7 +212,7 @@ def _family(saved: Mapping[str, Any], family: Family | None, space: Parameters, 
         if form not in ("own", "value"):
             raise ValueError(f"expected a value or the name of your own, got {brief(form)}")
         if form == "value" and family is None:
-            return decode(value, "family", len(space.names))
+            return decode(value, "family")
     if family is None:
         raise ValueError(
             f"{path} has a family of your own, {brief(value)}, which is not in the file: give it again, "
@@ -232,10 +230,10 @@ def _shapes(q: Family, space: Parameters) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, (shape, _) in shapes_of(q, space).items()}
 
 
-def _check_dtypes(table: Table, space: Parameters, ours: bool, path: Any) -> None:
-    wrong = [name for name in under("family", table) if ours and table[f"family.{name}"][1] != str(space.dtype)]
-    per_group = table.get("elbo.per_group")
-    if wrong or per_group is None or per_group[1] != str(torch.float64) or len(per_group[0]) != 1:
+def _check_dtypes(tensors: Mapping[str, torch.Tensor], space: Parameters, ours: bool, path: Any) -> None:
+    wrong = [name for name, x in under("family", tensors).items() if ours and x.dtype != space.dtype]
+    per_group = tensors.get("elbo.per_group")
+    if wrong or per_group is None or per_group.dtype != torch.float64 or per_group.ndim != 1:
         raise CheckpointError(f"{path} is damaged: it does not hold the numbers that structvi writes")
 
 

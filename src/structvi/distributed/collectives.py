@@ -42,15 +42,6 @@ def all_reduce(x: Tensor) -> Tensor:
     return x
 
 
-def reduce_scatter(parts: list[Tensor]) -> Tensor:
-    """Return the sum over ranks of the part that has this rank's number; all parts have one shape."""
-    if not parts[0].is_cuda or dist.get_backend() == "gloo":  # which has no reduce_scatter in torch 2.6
-        return all_reduce(torch.stack(parts))[dist.get_rank()]
-    own = torch.empty_like(parts[0])
-    collective(lambda: dist.reduce_scatter(own, parts))
-    return own
-
-
 def all_gather(x: Tensor) -> list[Tensor]:
     """Return x of every rank, all of one shape."""
     theirs = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -60,11 +51,6 @@ def all_gather(x: Tensor) -> list[Tensor]:
 
 def sum_gradients(parameters: Iterable[Tensor]) -> None:
     """Sum every `.grad` over ranks, in place and in the order it has in memory: fused optimizers rely on that."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # row by row in memory: a view also of what lies there column by column, else a copy
-    summed = [x.mT if x.ndim == 2 and x.mT.is_contiguous() else x.contiguous() for x in gradients]
-    works = [collective(lambda x=x: dist.all_reduce(x, async_op=True)) for x in summed]
-    for work, x, gradient in zip(works, summed, gradients, strict=True):
-        collective(work.wait)  # pyright: ignore[reportOptionalMemberAccess]
-        if x.data_ptr() != gradient.data_ptr():
-            gradient.copy_(x)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.copy_(all_reduce(parameter.grad))

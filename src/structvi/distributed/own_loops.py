@@ -3,10 +3,9 @@
 `LossModule` is to be wrapped in `DistributedDataParallel` or by Lightning Fabric; `average_gradients` does without.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .collectives import all_reduce, sum_gradients
@@ -45,7 +44,7 @@ class LossModule(nn.Module):
         return self._posterior[0].loss(batch, **options)
 
 
-def average_gradients(posterior: nn.Module, count: int | None = None) -> None:
+def average_gradients(posterior: nn.Module, count: int) -> None:
     """Give every rank the gradient of the union of the ranks' batches, after `posterior.loss(..).backward()`.
 
         posterior.loss(batch, generator=generator).backward()
@@ -54,17 +53,10 @@ def average_gradients(posterior: nn.Module, count: int | None = None) -> None:
 
     Args:
         posterior: its parameters' `.grad` are changed.
-        count: B_r, the observations in this rank's batch, if ranks may have different numbers. None for the plain mean,
-            which is also right for the same batch with different draws.
+        count: B_r, the observations in this rank's batch; ranks may have different numbers.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    parameters = list(posterior.parameters())
-    share = 1 / dist.get_world_size()
-    if count is not None:
-        total = all_reduce(torch.tensor(float(count), dtype=torch.float64, device=parameters[0].device))
-        share = count / float(total)
+    parameters = [parameter for parameter in posterior.parameters() if parameter.grad is not None]
+    total = all_reduce(torch.tensor(float(count), dtype=torch.float64, device=parameters[0].device))
     for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(share)
+        cast(Tensor, parameter.grad).mul_(count / float(total))
     sum_gradients(parameters)

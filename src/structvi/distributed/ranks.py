@@ -18,14 +18,15 @@ from torch.nn.utils import get_total_norm
 from ..families.family import Family
 from ..models.bayesian_model import rows
 from ..objective import Estimate, NonFiniteError
+from ..util.checks import check_one_of
 from ..util.interrupts import Interrupts
-from .collectives import LostRankError, all_gather, all_reduce, collective, from_rank_0, sum_gradients
+from .collectives import LostRankError, all_reduce, collective, from_rank_0, sum_gradients
 from .sharding import Sharded
 
 if TYPE_CHECKING:
     from ..train.data import Batches
 
-Parallel = Literal["auto", "data", "draws"] | None
+Parallel = Literal["auto"] | None
 T = TypeVar("T")
 
 #: the default process group, and the group over gloo beside it: made once, and used by every fit
@@ -45,54 +46,41 @@ class Taken(NamedTuple):
 class Ranks:
     """The ranks of one fit; a fit in one process is a fit of one rank.
 
-    - "data": all ranks draw the same weights, and each takes its part of every batch. They sum the gradients to the
-      gradient of the union of the parts, Σ_r (B_r/B) g_r.
-    - "draws": each rank draws its own weights for the same batch. The gradient is the mean over the ranks.
+    All ranks draw the same weights, and each takes its part of every batch. They sum the gradients to the gradient of
+    the union of the parts, Σ_r (B_r/B) g_r.
 
     Ranks send messages over a group of their own, with gloo: it notices a lost rank at once, and needs no accelerator.
 
     Args:
-        parallel: "data", "draws", "auto" ("data" if there is a process group of more than one rank), or None.
+        parallel: "auto" for the ranks of the process group if there is one, None for this process alone.
         family: of the posterior; some of its tensors may be sharded.
 
     Example:
         >>> ranks = Ranks("auto")
-        >>> ranks.rank, ranks.size, ranks.mode
-        (0, 1, None)
+        >>> ranks.rank, ranks.size
+        (0, 1)
     """
 
     def __init__(self, parallel: Parallel = None, family: Family | None = None):
-        if parallel not in ("auto", "data", "draws", None):
-            raise ValueError(f'parallel must be "auto", "data", "draws" or None, got {parallel!r}')
-        there = dist.is_available() and dist.is_initialized()
-        if parallel in ("data", "draws") and not there:
-            raise ValueError(
-                f'parallel="{parallel}" needs a process group: start the script with torchrun and call '
-                "torch.distributed.init_process_group() before the fit"
-            )
-        self.rank, self.size, self.mode = 0, 1, None
+        check_one_of("parallel", parallel, ("auto", None))
+        others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if others and parallel else (0, 1)
         self.family = family if isinstance(family, Sharded) else None
+        if self.family and others and parallel is None:
+            raise ValueError(
+                'the ranks of a sharded posterior need each other for every draw: leave parallel at "auto"'
+            )
         #: names of the tensors that are sharded: each rank has its rows
-        self.sharded: frozenset[str] = (
-            frozenset(f"family.{name}" for name in self.family.row_tensors) if self.family else frozenset()
-        )
+        self.sharded = frozenset(f"family.{name}" for name in self.family.row_tensors) if self.family else frozenset()
         self._interrupts = Interrupts()
         #: whether any rank was asked to stop
         self.stopping = False
-        if there and parallel is not None and dist.get_world_size() > 1:
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self.mode = "data" if parallel == "auto" else parallel
-            self.control = _control_group()
-        if self.family and self.mode != "data" and dist.get_world_size() > 1:
-            raise ValueError(
-                f"the ranks of a sharded posterior need each other for every draw: parallel={self.mode!r} does not go "
-                'with it, leave it at "auto"'
-            )
+        self.control = _control_group() if self.size > 1 else None
 
     @property
     def part(self) -> tuple[int, int]:
         """Which part of every batch this rank takes, and of how many."""
-        return (self.rank, self.size) if self.mode == "data" else (0, 1)
+        return self.rank, self.size
 
     def close(self) -> None:
         """End a fit: if it fails on this rank, the others lose their connection to it and do not wait."""
@@ -113,7 +101,7 @@ class Ranks:
             return
         common = {name: tensor for name, tensor in learned.items() if name not in self.sharded}
         shapes = {f"the shape of {name}": tuple(tensor.shape) for name, tensor in common.items()}
-        first, *rest = self.tell({**settings, "parallel": self.mode, **shapes})
+        first, *rest = self.tell({**settings, **shapes})
         differ = [
             f"{key}: {first.get(key)!r} on rank 0, {one.get(key)!r} on rank {rank}"
             for rank, one in enumerate(rest, 1)
@@ -148,17 +136,8 @@ class Ranks:
             counts = [rows(one) for one in batch]
             table = torch.tensor(self.tell(counts + [0] * (count - len(batch))))  # [ranks, count]
             ready = int((table > 0).all(0).long().cumprod(0).sum())
-            batch, counts, table = batch[:ready], counts[:ready], table[:, :ready]
-            whole = int(table[0].sum() if self.mode == "draws" else table.sum())
-        parts = self.size if self.mode == "draws" else 1  # each draws for the whole batch
-        return Taken(batch, [own / parts for own in counts], whole)
-
-    def generator(self, common: torch.Generator) -> torch.Generator:
-        """Return the source of this rank's draws: the common stream, or one of its own that the common one seeds."""
-        if self.mode != "draws":
-            return common
-        seed = int(torch.randint(2**62, (), generator=common, device=common.device))
-        return torch.Generator(common.device).manual_seed((seed + 1_000_003 * self.rank) % 2**63)
+            batch, counts, whole = batch[:ready], counts[:ready], int(table[:, :ready].sum())
+        return Taken(batch, [*map(float, counts)], whole)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -188,13 +167,9 @@ class Ranks:
         raise NonFiniteError(f"on rank {rank}: {what}") from error
 
     def reduce(self, named: Mapping[str, Tensor], values: Tensor) -> Tensor:
-        """Sum gradients over ranks, in place; return the values of the groups of draws [.., groups].
-
-        With "draws" the groups of all ranks stand side by side: their spread is the standard error of the mean. The
-        gradients of sharded parameters are sums already.
-        """
+        """Sum gradients over ranks, in place, and values [.., groups]; those of sharded parameters are sums already."""
         sum_gradients([parameter for name, parameter in named.items() if name not in self.sharded])
-        return torch.cat(all_gather(values * self.size), -1) if self.mode == "draws" else all_reduce(values)
+        return all_reduce(values)
 
     def norm(self, named: Mapping[str, Tensor]) -> Tensor:
         """Return the norm of all gradients, in float64; sharded ones count with the rows of all ranks."""

@@ -18,7 +18,7 @@ from ..families.low_rank import LowRankNormal, LowRankPrecision
 from ..families.mean_field import MeanField
 from ..util.checks import check_theta
 from ..util.configuration import configuration
-from .collectives import all_gather, all_reduce, from_rank_0, reduce_scatter
+from .collectives import all_gather, all_reduce, from_rank_0
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -54,10 +54,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows: Rows = ctx.rows
-        padded = nn.functional.pad(gradient, (0, rows.most * dist.get_world_size() - rows.P))
-        parts = [part.contiguous() for part in padded.split(rows.most, dim=-1)]
-        return reduce_scatter(parts)[:, : rows.stop - rows.start], None
+        return all_reduce(gradient.clone())[:, ctx.rows.slice], None
 
 
 class _Sum(torch.autograd.Function):

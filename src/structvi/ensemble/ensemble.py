@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ..families.family import Family
+from ..files import posterior_file
 from ..files.describe import refusing
-from ..files.file import CheckpointError, opened, write
-from ..files.posterior_file import SCORES, loaded_calibration
+from ..files.file import CheckpointError, read, write
+from ..files.posterior_file import SCORES, describe_calibration, loaded_calibration
 from ..laplace.laplace import LaplaceResult, place_together
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
 from ..models.priors import Prior
 from ..objective import Estimate, NonFiniteError
 from ..parameters import Parameters
-from ..posterior import Posterior, load_posterior, variationalize
+from ..posterior import Posterior, variationalize
 from ..predict.calibration import calibrate
 from ..predict.metrics import evaluate
 from ..predict.predict import WeightDraws, predict
@@ -36,11 +37,6 @@ from .many import fit_many
 KIND = "ensemble"
 #: files of a folder
 FILE, MEMBER = "ensemble.safetensors", "network-{}.safetensors"
-#: an ensemble has the worst status of its members, the first of these
-WORST_FIRST = (
-    Status.DIVERGED, Status.STOPPED, Status.TOO_SHORT, Status.IMPROVING, Status.UNCLEAR, Status.CONVERGED,
-    Status.PLACED,
-)  # fmt: skip
 #: iterations of expectation maximisation over the weights; each gains
 ITERATIONS = 500
 #: observations that all members share equally in stacking: they hold the weights together where data are few
@@ -70,15 +66,17 @@ class EnsembleResult(Result):
     ensemble: "Ensemble"
 
     def headlines(self) -> list[str]:
-        lines = [f"{len(self.members)} networks, weights {', '.join(f'{w:.3f}' for w in self.weights)}"]
-        lines.append(f"ELBO of member and weights: {self.elbo}")
-        if self.held_out is None:
-            ended = Counter(one.status for one in self.members)
-            return [*lines, "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items())]
-        line = f"held-out log density: {self.held_out:.4f} nats"
+        weights, ended = ", ".join(f"{w:.3f}" for w in self.weights), Counter(one.status for one in self.members)
+        lines = [
+            f"{len(self.members)} networks, weights {weights}",
+            f"ELBO of member and weights: {self.elbo}",
+            "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items()),
+        ]
+        if self.held_out is not None:
+            lines.append(f"held-out log density: {self.held_out:.4f} nats")
         if self.gain is not None:
-            line += "; gain over the average of the networks {:+.4f} ± {:.4f}".format(*self.gain)
-        return [*lines, line]
+            lines.append("gain over the average of the networks {:+.4f} ± {:.4f}".format(*self.gain))
+        return lines
 
     @property
     def details(self) -> str:
@@ -87,8 +85,6 @@ class EnsembleResult(Result):
 
     @property
     def next_step(self) -> str:
-        if self.status in (Status.IMPROVING, Status.TOO_SHORT):
-            return "fit longer: print(result.details) has each network's verdict; ensemble.predict(x) works already"
         return "ensemble.predict(x), .evaluate(test_loader), .calibrate(other_loader)"
 
 
@@ -123,10 +119,6 @@ class Ensemble(nn.Module):
             raise ValueError("two of the posteriors are of the same network: each member has a network of its own")
         if len({type(one.model.likelihood) for one in posteriors}) > 1:
             raise ValueError("the posteriors of an ensemble must share their likelihood")
-        if len({one.space.dtype for one in posteriors}) > 1:
-            raise ValueError(
-                "the networks of an ensemble must share one dtype: give net.float() or net.double() of all"
-            )
         self.members = nn.ModuleList(posteriors)
         #: found by `calibrate`, as for a posterior; calibrations of the members take no part
         self.calibration: Calibration | None = None
@@ -145,8 +137,8 @@ class Ensemble(nn.Module):
         """Return a posterior around each network; arguments as of `variationalize`, the likelihood copied for each."""
         if isinstance(networks, nn.Module) or not networks:
             raise TypeError("expected a list of networks, one for each member")
-        parts = likelihood, family, prior
-        return cls([variationalize(net, *(_copied(part) for part in parts), **options) for net in networks])
+        parts = likelihood, family, prior  # a copy for each member, which learns its own noise and scales
+        return cls([variationalize(net, *copy.deepcopy(parts), **options) for net in networks])
 
     @property
     def posteriors(self) -> list[Posterior]:
@@ -212,9 +204,8 @@ class Ensemble(nn.Module):
         lost = [c for c, one in enumerate(results) if one.status is Status.DIVERGED]
         if lost:
             raise NonFiniteError(
-                f"of {C} members these diverged: {', '.join(map(str, lost))} (counted from 0); "
-                f"{results[lost[0]].verdict}. The others are fitted: make an ensemble of them alone, or fit again with "
-                "a smaller lr="
+                f"of {C} members these diverged: {lost} (counted from 0). The others are fitted: make an ensemble of "
+                "them alone, or fit again with a smaller lr="
             )
         self.calibration, self.chosen_on = None, self.posteriors[0].chosen_on
         self.weights.fill_(1 / C)
@@ -268,7 +259,7 @@ class Ensemble(nn.Module):
         return float((self.weights.cpu().log().unsqueeze(-1) + log_probs).logsumexp(0).mean())
 
     def _result(self, results: Sequence[FitResult | LaplaceResult], **found: Any) -> EnsembleResult:
-        status = min((one.status for one in results), key=WORST_FIRST.index)
+        status = max((one.status for one in results), key=list(Status).index)  # the worst
         return EnsembleResult(
             status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results),
             members=results, weights=self.weights.tolist(), ensemble=self, **found,
@@ -287,10 +278,8 @@ class Ensemble(nn.Module):
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors, found = {"weights": self.weights}, self.calibration
-        if found is not None and found.conformal is not None:
-            tensors[SCORES] = found.conformal.values
-        described = None if found is None else found.described()
+        described, tensors = describe_calibration(self.calibration)
+        tensors["weights"] = self.weights
 
         def make(hidden: Path) -> None:
             for c, member in enumerate(self.posteriors):
@@ -311,18 +300,18 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
         **given: parts of your own, as in `load`.
     """
     path = Path(folder) / FILE
-    with opened(path) as stored:
-        count, described = stored.description.get("networks"), stored.description.get("calibration")
-        if stored.description.get("kind") != KIND or not {"weights"} <= set(stored.table) <= {"weights", SCORES}:
-            raise CheckpointError(f"{path} does not describe an ensemble")
-        tensors = stored.tensors()
+    tensors, saved = read(path)
+    count, described = saved.get("networks"), saved.get("calibration")
+    if saved.get("kind") != KIND or not {"weights"} <= set(tensors) <= {"weights", SCORES}:
+        raise CheckpointError(f"{path} does not describe an ensemble")
     weights = tensors["weights"]
     if weights.shape != (count,) or not bool((weights >= 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
         raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
     if len(networks) != count:
         raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
-    members = [load_posterior(Path(folder) / MEMBER.format(c), net, **given) for c, net in enumerate(networks)]
-    ensemble = Ensemble(members)
+    paths = [Path(folder) / MEMBER.format(c) for c in range(len(networks))]
+    pairs = zip(paths, networks, strict=True)
+    ensemble = Ensemble([posterior_file.load(Posterior, own, net, **given) for own, net in pairs])
     ensemble.weights.copy_(weights)
     ensemble.chosen_on = ensemble.posteriors[0].chosen_on
     with refusing(path):
@@ -352,8 +341,3 @@ def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:
         share = (log_weights.unsqueeze(-1) + log_probs).softmax(0)  # [C, n]
         log_weights = ((share.sum(-1) + rows / C) / (n + rows)).clamp(min=1e-300).log()
     return log_weights.exp() / log_weights.exp().sum()
-
-
-def _copied(part: Any) -> Any:
-    """Return a copy of a module: each member learns its own noise and scales."""
-    return copy.deepcopy(part) if isinstance(part, nn.Module) else part

@@ -4,31 +4,26 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from inspect import signature
 from math import inf, nan
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from ..couplings import Noise
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import Sharded
 from ..families.numerics import unread
 from ..models.bayesian_model import batch_size, rows, split_batch
-from ..models.likelihoods import Likelihood
 from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
 from ..result import Status
+from ..train.compare import finish
 from ..train.data import Batches
-from ..train.finish import finish
-from ..train.fit import Options, fit, make_fit, release
-from ..train.loop import FAILURES, Fit, assign, copied
+from ..train.fit import FAILURES, Fit, Options, fit, release
 from ..train.result import FitResult
 from ..util.interrupts import Interrupts
 from ..util.progress import Progress
@@ -36,13 +31,15 @@ from ..util.progress import Progress
 #: values at once and alone may differ by this many roots of the rounding: sums are taken in another order
 CLOSE = 3.0
 
+#: a posterior, its data and its options
+Job = tuple[Posterior, Iterable[Any], Options]
+
 
 def fit_many(
     posteriors: Sequence[Posterior],
     loaders: Sequence[Iterable[Any]] | Iterable[Any],
     *,
     each: Mapping[str, Sequence[Any]] | None = None,
-    at_once: bool | None = None,
     **options: Any,
 ) -> list[FitResult]:
     """Fit each posterior to its own data, and return the result of each: splits, seeds, simulated data sets.
@@ -53,7 +50,7 @@ def fit_many(
     rounding, with two exceptions. A step that is not finite still ages Adam's moments, and held-out data are read only
     at the end.
 
-    Large networks, and options that cannot be stacked (an optimizer or scheduler of your own, `accumulate`, mixed
+    Large networks, and options that cannot be stacked (an optimizer of your own, `accumulate`, mixed
     precision, several ranks), are fitted one after another; `result.notes` says why.
 
     Args:
@@ -61,8 +58,7 @@ def fit_many(
         loaders: the data of each, or one for all.
         each: options of `posterior.fit` that differ, one value for each: `each={"kl_weight": [1.0, 0.3]}`, or
             `each={"validation": [..]}`. "seed" is `range(len(posteriors))` if not given.
-        at_once: False for one after another; True for an error where the fits cannot be made at once.
-        **options: of `posterior.fit`, the same for all; `checkpoint=` and `callback=` belong to one fit.
+        **options: of `posterior.fit`, the same for all; `checkpoint=` belongs to one fit: give it with `each`.
 
     Example:
         >>> import torch
@@ -77,64 +73,43 @@ def fit_many(
         [3, 3, 3, 3]
     """
     M = len(posteriors)
-    if len({id(one.net) for one in posteriors}) < M:
-        raise ValueError("two of the posteriors are of the same network: each fit has a network of its own")
-    learned = [id(parameter) for one in posteriors for parameter in one.parameters()]
-    if len(set(learned)) < len(learned):
+    parts = [id(part) for one in posteriors for part in (one.net, *one.parameters())]
+    if len(set(parts)) < len(parts):
         raise ValueError(
-            "two of the posteriors share something that is learned, a likelihood's noise or a prior's scales: make a "
-            "likelihood and a prior for each"
+            "two of the posteriors share a network or something that is learned, a likelihood's noise or a prior's "
+            "scales: make a network, a likelihood and a prior for each"
         )
     data = list(loaders) if isinstance(loaders, list | tuple) and len(loaders) == M else [loaders] * M
-    jobs = [Job(*own) for own in zip(posteriors, data, _options(M, each or {}, options), strict=True)]
+    jobs = list(zip(posteriors, data, _options(M, each or {}, options), strict=True))
     results: dict[int, FitResult] = {}
-    for members, reason in _groups(jobs, at_once):
+    for members in _forms(jobs):
         chosen = [jobs[m] for m in members]
-        found = None
-        if reason is None:
-            found, reason = _fit_at_once(chosen)
+        reason = next(filter(None, map(_reason_against, chosen)), None) if len(members) > 1 else "no other has its form"
+        found, reason = _fit_at_once(chosen) if reason is None else (None, reason)
         if found is None:
-            if at_once:
-                raise ValueError(f"at_once=True, but these fits cannot be made at once: {reason}")
-            found = [fit(one, loader, **vars(options)) for one, loader, options in chosen]
+            found = [fit(posterior, loader, **vars(own)) for posterior, loader, own in chosen]
             for result in found:
                 result.notes.append(f"one of {M} fits, made one after another: {reason}")
         results |= dict(zip(members, found, strict=True))
     return [results[m] for m in range(M)]
 
 
-class Job(NamedTuple):
-    """A posterior, its data and its options."""
-
-    posterior: Posterior
-    loader: Iterable[Any]
-    options: Options
-
-
 def _options(M: int, each: Mapping[str, Sequence[Any]], options: dict[str, Any]) -> list[Options]:
     """Return the options of each fit."""
     own: dict[str, Sequence[Any]] = {"seed": range(M), **each}
     for name, values in own.items():
-        if not isinstance(values, list | tuple | range) or len(values) != M:
-            raise ValueError(f"each={{{name!r}: ..}} must be a list with one value for each of the {M} posteriors")
-        if name in options:
-            raise ValueError(f"{name} is given for all and for each: give one of them")
-    for name in ("checkpoint", "callback"):
-        if options.get(name) is not None:
-            raise ValueError(f"{name}= is for one fit, and these are {M}: fit one after another, each with its own")
-    known = {one.name: one.default for one in signature(fit).parameters.values() if one.kind is one.KEYWORD_ONLY}
+        if not isinstance(values, list | tuple | range) or len(values) != M or name in options:
+            raise ValueError(
+                f"each={{{name!r}: ..}} must be a list with one value for each of the {M} posteriors, and {name}= is "
+                "then not given for all"
+            )
     rows = zip(*own.values(), strict=True)
-    return [Options(**known | options | dict(zip(own, row, strict=True))) for row in rows]
+    return [Options(**options, **dict(zip(own, row, strict=True))) for row in rows]
 
 
-def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], str | None]]:
-    """Return which fits have one form, and what speaks against making those at once."""
-    everyone = list(range(len(jobs)))
-    if at_once is False:
-        return [(everyone, "as asked")]
-    if (reason := next(filter(None, map(_reason_against, jobs)), None)) is not None:
-        return [(everyone, reason)]
-    forms: dict[tuple[str, ...], list[int]] = {}
+def _forms(jobs: Sequence[Job]) -> list[list[int]]:
+    """Return which fits have one form."""
+    forms: dict[str, list[int]] = {}
     for m, (posterior, loader, options) in enumerate(jobs):
         model = posterior.model
         tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in posterior.named_parameters()]
@@ -142,44 +117,38 @@ def _groups(jobs: Sequence[Job], at_once: bool | None) -> list[tuple[list[int], 
         modes = (model.evaluation.mode, model.evaluation.chunk, posterior.fit_status is None)
         length = options.steps or (options.epochs, Batches(loader).length)
         shared = (options.estimator, options.clip, options.schedule, posterior.device, length)
-        forms.setdefault(tuple(map(repr, (*parts, *modes, *shared))), []).append(m)
-    return [(members, None if len(members) > 1 else "no other has its form") for members in forms.values()]
+        forms.setdefault(repr((*parts, *modes, *shared)), []).append(m)
+    return list(forms.values())
 
 
 def _reason_against(job: Job) -> str | None:
     """Return what speaks against making this fit at once with others; what vmap cannot run is found out later."""
-    options, computing = job.options, job.options.computing
-    is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    posterior, _, options = job
+    computing = options.compute
     reasons = {
-        "the optimizer or scheduler is your own": options.optimizer is not None or options.scheduler is not None,
+        "the optimizer is your own": options.optimizer is not None,
+        "checkpoint= and callback= are for one fit": options.checkpoint is not None or options.callback is not None,
         f"accumulate={options.accumulate}": options.accumulate != 1,
         "mixed precision or compilation": computing.precision is not None or computing.compile,
-        "the work is shared with other ranks": (is_shared and computing.parallel is not None)
-        or isinstance(job.posterior.family, Sharded),
-        "the network is linearised": job.posterior.model.is_linearised,
+        "the work is shared with other ranks": Ranks(computing.parallel).size > 1,
+        "the network is linearised": posterior.model.is_linearised,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _fit_at_once(jobs: Sequence[Job]) -> tuple[list[FitResult] | None, str | None]:
-    """Return the results; or None and what speaks against it, the posteriors being as they were."""
-    posteriors = [job.posterior for job in jobs]
-    untouched = [copied(one.learned()) for one in posteriors]
-    fits = [make_fit(job.posterior, job.loader, job.options, Ranks(None)) for job in jobs]
-    stacked, stopped = StackedFits(fits, jobs[0].options), False
+    """Return the results; or None and what speaks against it, before any step."""
+    fits, options = [Fit(*job, Ranks(None)) for job in jobs], jobs[0][2]
+    stacked, stopped = StackedFits(fits, options), False
     try:
         reason = stacked.reason_against()
         if reason is None:
-            stopped = stacked.loop(jobs[0].options.progress)
+            stopped = stacked.loop(options.progress)
     finally:
         stacked.release()
-        for one in posteriors:
-            release(one)
-    if reason is None:
-        return [_result(one, stopped) for one in fits], None
-    for one, values in zip(posteriors, untouched, strict=True):
-        assign(one.learned(), values)
-    return None, reason
+        for one in fits:
+            release(one.posterior)
+    return ([_result(one, stopped) for one in fits], None) if reason is None else (None, reason)
 
 
 def _result(fit: Fit, stopped: bool) -> FitResult:
@@ -194,38 +163,20 @@ def _result(fit: Fit, stopped: bool) -> FitResult:
     return result
 
 
-class Reader:
-    """The batches of one fit, in the order of a single fit and with as many numbers from its stream.
-
-    Args:
-        fit: its epoch and index are moved on.
-    """
-
-    def __init__(self, fit: Fit):
-        self.fit = fit
-        self.iterator: Iterator[Any] | None = None
-        #: the last batch, and how many rows it has
-        self.batch, self.rows = None, 0
-
-    def read(self) -> None:
-        """Read the next batch."""
-        fit = self.fit
+def batches(fit: Fit) -> Iterator[Any]:
+    """Give the batches of all steps, in the order of a single fit and with as many numbers from its stream."""
+    while True:
+        epoch = fit.data.epoch(fit.epoch)
         while True:
-            if self.iterator is None:
-                self.iterator = fit.data.epoch(fit.epoch)
             with fit.reading():
-                batch = next(self.iterator, None)
-            if batch is not None:
-                self.batch, self.rows, fit.index = batch, rows(batch), fit.index + 1
-                return
-            if not fit.index:
-                raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
-            fit.epoch, fit.index, self.iterator = fit.epoch + 1, 0, None
-
-    def weight(self) -> float:
-        """Return the weight of −elbo: all observations count the same, also in a short last batch."""
-        mean = self.fit.mean_rows or (self.fit.rows + self.rows) / (self.fit.step + 1)
-        return self.rows / mean / self.fit.settings["num_data"]
+                batch = next(epoch, None)
+            if batch is None:
+                break
+            fit.index += 1
+            yield batch
+        if not fit.index:
+            raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
+        fit.epoch, fit.index = fit.epoch + 1, 0
 
 
 class Objective(nn.Module):
@@ -264,7 +215,8 @@ class StackedFits:
     """
 
     def __init__(self, fits: Sequence[Fit], options: Options):
-        self.fits, self.readers, self.clip = fits, [Reader(one) for one in fits], options.clip or inf
+        self.fits, self.clip = fits, options.clip or inf
+        self.begin_reading()
         # no padded batch is larger than the data of this one
         largest = max(fits, key=lambda one: one.settings["num_data"]).posterior
         self.objective, self.device = Objective(largest, options.estimator), largest.device
@@ -304,55 +256,62 @@ class StackedFits:
         made = [[coupling(*call, one, dtype, self.device) for call in self.calls] for one in generators]
         return tuple(Noise(*map(torch.stack, zip(*own, strict=True))) for own in zip(*made, strict=True))
 
+    def begin_reading(self) -> None:
+        """Begin with the first batches."""
+        self.readers = [batches(one) for one in self.fits]
+        self.batches: list[Any] = [None] * len(self.fits)
+
+    def read(self, active: Iterable[int]) -> None:
+        """Read the next batches of these fits; the others keep their last ones."""
+        for m in active:
+            self.batches[m] = next(self.readers[m])
+        self.rows = [rows(batch) for batch in self.batches]
+
     def evaluate(self, noise: tuple[Noise, ...], more: int = 0) -> tuple[Tensor, Tensor]:
         """Return fit and complexity of every posterior on its present batch, [M, groups] each."""
-        counts, model = [one.rows for one in self.readers], self.objective.posterior.model
-        batch, B = stacked_batch([one.batch for one in self.readers], counts, more)
+        model = self.objective.posterior.model
+        batch, B = stacked_batch(self.batches, self.rows, more)
         own, model.evaluation = model.evaluation, Evaluation("vmap")  # draws inside fits: nothing to try out there
         try:
             fit, complexity = vmap(self.objective.at)({**self.stacked, **self.rest}, noise, batch)
         finally:
             model.evaluation = own
         scale = B / model.num_data  # back to a sum over the batch, then N/B of each fit
-        ratio = [scale * one.settings["num_data"] / count for one, count in zip(self.fits, counts, strict=True)]
+        ratio = [scale * one.settings["num_data"] / count for one, count in zip(self.fits, self.rows, strict=True)]
         return fit * _per_fit(ratio, fit), complexity
 
+    @torch.no_grad()
     def reason_against(self) -> str | None:
         """Return what speaks against fits at once, found at first batches, which are given back.
 
         Networks may differ in code, and padded rows may change the others: every posterior is compared with itself
         alone, on its own rows.
         """
-        model, streams = self.objective.posterior.model, [one.generator.get_state() for one in self.fits]
+        model = self.objective.posterior.model
         sizes = {(one.settings["num_data"], one.mean_rows) for one in self.fits}
         uneven = len(sizes) > 1 or None in next(iter(sizes))
-        if uneven and (model.user_forward is not None or not isinstance(model.likelihood, Likelihood)):
-            return "batches are of unequal sizes, and a function of your own does not know which rows are padding"
         noise = self.noise([torch.Generator(self.device).manual_seed(m) for m in range(len(self.fits))])
         try:
-            for one in self.readers:
-                one.read()
-            with torch.no_grad():
-                alone = torch.stack([self._alone(m, noise) for m in range(len(self.fits))])
-                if model.evaluation.choice == "loop":
-                    return model.evaluation.reason
-                more = uneven and max(one.rows for one in self.readers) < model.num_data
-                fit, complexity = self.evaluate(noise, more=int(more))
-            if not _close(fit - complexity, alone):
-                return "all at once gives other values than each with its own network on its own rows"
+            self.read(range(len(self.fits)))
+            alone = torch.stack([self._alone(m, noise) for m in range(len(self.fits))])
+            if model.evaluation.choice == "loop":
+                return model.evaluation.reason
+            fit, complexity = self.evaluate(noise, more=int(uneven and max(self.rows) < model.num_data))
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             return f"vmap cannot run them: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         finally:
-            for one, reader, stream in zip(self.fits, self.readers, streams, strict=True):
-                one.generator.set_state(stream)
-                one.index, reader.iterator = 0, None
-        return None
+            for one in self.fits:
+                one.index = 0
+            self.begin_reading()
+        tolerance = CLOSE * torch.finfo(alone.dtype).eps ** 0.5
+        if torch.allclose(fit - complexity, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return None
+        return "all at once gives other values than each with its own network on its own rows"
 
     def _alone(self, m: int, noise: tuple[Noise, ...]) -> Tensor:
         """Return the ELBO of one posterior with its own network on its own rows, [groups]."""
         own = pytree.tree_map(lambda x: x[m], noise)
-        objective = Objective(self.fits[m].posterior, self.objective.estimator)
-        fit, complexity = objective.at({}, own, self.readers[m].batch)
+        fit, complexity = Objective(self.fits[m].posterior, self.objective.estimator).at({}, own, self.batches[m])
         return fit - complexity
 
     def loop(self, progress: bool) -> bool:
@@ -363,8 +322,7 @@ class StackedFits:
                 with Interrupts():
                     elbo = self.step(active)
                 if bar is not None:
-                    bar.update(fmean(elbo), nan)
-                    bar.shorten(max(one.end for one in self.fits))
+                    bar.update(fmean(elbo), nan, None, max(one.end for one in self.fits))
             return False
         except KeyboardInterrupt:
             return True
@@ -379,12 +337,11 @@ class StackedFits:
             for one in going:
                 one.begin_stage_two()
             self._see_what_learns()
-        for m in active:
-            self.readers[m].read()
+        self.read(active)
         self.optimizer.zero_grad()
         fit, complexity = self.evaluate(self.noise([one.generator for one in self.fits]))
         kl_weight = _per_fit([one.kl_weight for one in self.fits], fit)
-        weight = _per_fit([one.weight() for one in self.readers], fit)
+        weight = _per_fit([self.weight(m) for m in range(len(self.fits))], fit)
         (weight * (kl_weight * complexity - fit)).mean(-1).sum().backward()
         with torch.no_grad():
             elbo = (fit - complexity).double()
@@ -397,9 +354,14 @@ class StackedFits:
         seconds = time.monotonic() - started
         for m, one in zip(active, going, strict=True):
             self._record(one, told[m], rates[m], seconds)
-            one.rows, one.step = one.rows + self.readers[m].rows, one.step + 1
+            one.rows, one.step = one.rows + self.rows[m], one.step + 1
             one.settle()
         return [told[m][0] for m in active]
+
+    def weight(self, m: int) -> float:
+        """Return the weight of −elbo: all observations of a fit count the same, also in a short last batch."""
+        one = self.fits[m]
+        return self.rows[m] / (one.mean_rows or (one.rows + self.rows[m]) / (one.step + 1)) / one.settings["num_data"]
 
     def _clip(self, elbo: Tensor) -> tuple[Tensor, Tensor]:
         """Clip every posterior's gradient, which is zero if something is not finite; return norms, and which are."""
@@ -478,9 +440,3 @@ def padded(batch: Any, size: int) -> Any:
 def _per_fit(values: Sequence[float], like: Tensor) -> Tensor:
     """Return a number for each fit as a column [M, 1]."""
     return torch.tensor(values, dtype=torch.float64).to(like).unsqueeze(-1)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    tolerance = CLOSE * torch.finfo(a.dtype).eps ** 0.5
-    size = b.where(b.isfinite(), 0.0).abs().amax(-1, keepdim=True)
-    return bool(((a - b).abs() <= tolerance * size).where(b.isfinite(), a.isfinite() == b.isfinite()).all())

@@ -65,9 +65,6 @@ class Basis(nn.Module):
     def axes(self) -> list[Axis]:
         return [axis for tensor in self.tensors for axis in tensor.axes]
 
-    def matrix(self, axis: Axis) -> Tensor:
-        return getattr(self, axis.name)
-
     def forward(self, x: Tensor, *, back: bool = False, squared: bool = False) -> Tensor:
         """Return Qx, or Qᵀx (`back`), of rows [.., P]; with the squares of all elements of Q, to turn diagonals."""
         lead, parts = x.shape[:-1], []
@@ -76,7 +73,7 @@ class Basis(nn.Module):
             if tensor.axes:
                 y = y.reshape(*lead, *tensor.shape)
                 for axis in tensor.axes:
-                    Q = self.matrix(axis)
+                    Q = getattr(self, axis.name)
                     Q = Q.square() if squared else Q
                     where = len(lead) + axis.index
                     y = (y.movedim(where, -1) @ (Q if back else Q.mT)).movedim(-1, where)
@@ -87,10 +84,7 @@ class Basis(nn.Module):
     @torch.no_grad()
     def set(self, matrices: Mapping[str, Tensor]) -> None:
         """Overwrite the matrices of these axes."""
-        sizes = {axis.name: (axis.size, axis.size) for axis in self.axes()}
         for name, Q in matrices.items():
-            if name not in sizes or Q.shape != sizes[name]:
-                raise ValueError(f"expected matrices of the axes {sizes}, got {name!r} of {tuple(Q.shape)}")
             getattr(self, name).copy_(Q)
 
     @torch.no_grad()
@@ -99,10 +93,7 @@ class Basis(nn.Module):
 
         In these coordinates the second moment of gradients that are E GGᵀ ⊗ E GᵀG is diagonal.
         """
-        moments = {
-            axis.name: torch.zeros(axis.size, axis.size, dtype=torch.float64, device=self.matrix(axis).device)
-            for axis in self.axes()
-        }
+        moments = {name: torch.zeros_like(Q, dtype=torch.float64) for name, Q in self.named_buffers()}
         for gradient in gradients:
             for tensor in self.tensors:
                 G = gradient[tensor.start : tensor.stop].reshape(tensor.shape).double()

@@ -1,6 +1,6 @@
 """Independent families for different parts of one network: q(θ) = ∏_b q_b(θ_b)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
-from ..util.checks import check_theta
 from ..util.patterns import assign, check_patterns
-from .family import Density, Draws, Family, check_draw
+from .family import Density, Draws, Family
 from .gaussian import Gaussian, LowRankCovariance
 from .normal import Diagonal, LowRank, NormalForm, Triangle
 from .point import PointMass
@@ -21,44 +20,40 @@ class BlockLayout:
     """Which stretches of a flat vector belong to which part.
 
     Args:
-        owners: the part of each tensor, as a number from 0.
-        numels: the size of each tensor, in the order in which they lie in the vector.
+        tensors: for each tensor, in the order in which they lie in the vector, its part (a number from 0) and its size.
     """
 
-    def __init__(self, owners: Sequence[int], numels: Sequence[int]):
-        pairs = zip(owners, numels, strict=True)
-        self.runs = [(owner, sum(n for _, n in run)) for owner, run in groupby(pairs, key=lambda pair: pair[0])]
-        self.parts = max(owners) + 1
-        self.size = sum(numels)
+    def __init__(self, tensors: Iterable[tuple[int, int]]):
+        self.runs = [(own, sum(n for _, n in run)) for own, run in groupby(tensors, key=lambda tensor: tensor[0])]
+        self.owners, self.sizes = zip(*self.runs, strict=True)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """[.., P] → one [.., P_b] for each part."""
-        pieces = torch.split(x, [size for _, size in self.runs], dim=-1)
-        own = [[p for p, (owner, _) in zip(pieces, self.runs, strict=True) if owner == b] for b in range(self.parts)]
-        return [some[0] if len(some) == 1 else torch.cat(some, dim=-1) for some in own]
+        parts: list[list[Tensor]] = [[] for _ in range(max(self.owners) + 1)]
+        for own, piece in zip(self.owners, x.split(self.sizes, dim=-1), strict=True):
+            parts[own].append(piece)
+        return [_joined(pieces, -1) for pieces in parts]
 
     def join(self, parts: Sequence[Tensor], dim: int = -1) -> Tensor:
         """The inverse of `split`."""
-        sizes = [[size for owner, size in self.runs if owner == b] for b in range(self.parts)]
-        pieces = [iter(torch.split(x, size, dim=dim)) for x, size in zip(parts, sizes, strict=True)]
-        ordered = [next(pieces[owner]) for owner, _ in self.runs]
-        return ordered[0] if len(ordered) == 1 else torch.cat(ordered, dim=dim)
+        sizes = [[size for own, size in self.runs if own == b] for b in range(len(parts))]
+        pieces = [iter(part.split(own, dim=dim)) for part, own in zip(parts, sizes, strict=True)]
+        return _joined([next(pieces[own]) for own in self.owners], dim)
 
     def covariance(self, parts: Sequence[Density], rows: slice, columns: slice) -> Tensor:
-        """The block of the covariance of independent parts: zero between different ones."""
         like = parts[0].mean
         result = like.new_zeros(rows.stop - rows.start, columns.stop - columns.start)
-        for part, positions in zip(parts, self.split(torch.arange(self.size, device=like.device)), strict=True):
+        for part, positions in zip(parts, self.split(torch.arange(sum(self.sizes), device=like.device)), strict=True):
             # a part keeps the order of the vector, so a stretch of the vector is a stretch of the part
-            own = [
-                slice(*torch.searchsorted(positions, positions.new_tensor([s.start, s.stop])).tolist())
-                for s in (rows, columns)
-            ]
-            if any(s.start == s.stop for s in own):
-                continue
-            r, c = positions[own[0]] - rows.start, positions[own[1]] - columns.start
-            result = result.index_put((r.unsqueeze(-1), c.unsqueeze(0)), part.covariance_block(*own))
+            ends = torch.tensor([[s.start, s.stop] for s in (rows, columns)], device=like.device)
+            r, c = (slice(*own) for own in torch.searchsorted(positions, ends).tolist())
+            at = (positions[r] - rows.start).unsqueeze(-1), positions[c] - columns.start
+            result = result.index_put(at, part.covariance_block(r, c))
         return result
+
+
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
 
 class BlockDiagonalNormal(Gaussian):
@@ -73,10 +68,12 @@ class BlockDiagonalNormal(Gaussian):
         self.location = layout.join([block.mean for block in blocks])
         self.rank = sum(block.rank for block in blocks)
 
+    def _parts(self, x: Tensor) -> Iterator[tuple[Gaussian, Tensor]]:
+        return zip(self.blocks, self.layout.split(x), strict=True)
+
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
-        z = torch.split(low_rank, [block.rank for block in self.blocks], dim=-1)
-        epsilon = self.layout.split(diagonal)
-        return self.layout.join([b.transform(e, k) for b, e, k in zip(self.blocks, epsilon, z, strict=True)])
+        z = low_rank.split([block.rank for block in self.blocks], dim=-1)
+        return self.layout.join([b.transform(e, k) for (b, e), k in zip(self._parts(diagonal), z, strict=True)])
 
     def precision_product(self, x: Tensor) -> Tensor:
         return self.layout.join([block.precision_product(part) for block, part in self._parts(x)])
@@ -84,17 +81,13 @@ class BlockDiagonalNormal(Gaussian):
     def quadratic(self, x: Tensor) -> Tensor:
         return torch.stack([block.quadratic(part) for block, part in self._parts(x)]).sum(0)
 
-    def _parts(self, x: Tensor) -> Iterator[tuple[Gaussian, Tensor]]:
-        return zip(self.blocks, self.layout.split(x), strict=True)
-
     def half_log_det(self) -> Tensor:
         return torch.stack([block.half_log_det() for block in self.blocks]).sum()
 
     def low_rank(self) -> LowRankCovariance:
-        forms = [block.low_rank() for block in self.blocks]
-        V = torch.split(torch.block_diag(*(form.V for form in forms)), [block.P for block in self.blocks])
-        C = torch.block_diag(*(form.C for form in forms))
-        return LowRankCovariance(self.layout.join([form.d for form in forms]), self.layout.join(V, dim=0), C)
+        ds, Vs, Cs = zip(*(block.low_rank() for block in self.blocks), strict=True)
+        V = torch.block_diag(*Vs).split([block.P for block in self.blocks])
+        return LowRankCovariance(self.layout.join(ds), self.layout.join(V, dim=0), torch.block_diag(*Cs))
 
     def precision_diagonal(self) -> Tensor:
         return self.layout.join([block.precision_diagonal() for block in self.blocks])
@@ -108,106 +101,47 @@ class BlockDiagonalNormal(Gaussian):
 
 
 class PerLayerDensity(Density):
-    """∏_b q_b(θ_b) where some blocks are not Gaussian, or are point estimates.
+    """A Gaussian over some tensors, and points for the others.
 
-    Point masses stay out of `theta`: draws have them in `fixed`, and `log_prob` and `score` take θ over the other
-    blocks' tensors, in the order of the space. `mean`, `variance` and `covariance` are over all tensors. Blocks
-    without a density add nothing to `log_prob` and `entropy`.
+    The points stay out of `theta`: draws have them in `fixed`, and `log_prob` and `score` take θ over the other
+    tensors, in the order of the space. `mean`, `variance` and `covariance` are over all tensors.
 
     Args:
-        blocks: the densities, each over its own subspace.
-        owners: the block of each of the space's tensors.
-        space: the whole space.
+        random: the Gaussian.
+        points: the points, each over its own subspace.
+        layout: of [random, *points].
     """
 
-    def __init__(self, blocks: Sequence[Density], owners: Sequence[int], space: Parameters):
-        self.space = space
-        gaussian = [b for b, block in enumerate(blocks) if isinstance(block, Gaussian)]
-        points = [b for b, block in enumerate(blocks) if isinstance(block, PointMass)]
-        others = [b for b in range(len(blocks)) if b not in gaussian and b not in points]
-        # parts: all Gaussian blocks as one, then the others, the points last
-        self.random: list[Density] = [blocks[b] for b in others]
-        if gaussian:
-            inner = [(gaussian.index(o), n) for o, n in zip(owners, space.numels, strict=True) if o in gaussian]
-            merged = [block for block in blocks if isinstance(block, Gaussian)]
-            self.random.insert(0, BlockDiagonalNormal(merged, BlockLayout(*zip(*inner, strict=True))))
-        self.points = [blocks[b] for b in points]
-        order = [gaussian] * bool(gaussian) + [[b] for b in others + points]
-        part = {b: i for i, members in enumerate(order) for b in members}
-        pairs = [(part[o], n) for o, n in zip(owners, space.numels, strict=True)]
-        self.layout = BlockLayout(*zip(*pairs, strict=True))
-        self.random_layout = BlockLayout(*zip(*(pair for pair in pairs if pair[0] < len(self.random)), strict=True))
-        self.has_density = any(block.has_density for block in self.random)
-
-    @property
-    def centred(self) -> bool:
-        return all(block.centred for block in self.random)
+    def __init__(self, random: Gaussian, points: Sequence[PointMass], layout: BlockLayout):
+        self.random, self.points, self.layout = random, points, layout
 
     @property
     def bound(self) -> bool:
-        return not self.points and all(block.bound for block in self.random)
-
-    @property
-    def P(self) -> int:
-        return self.layout.size
+        return False
 
     @property
     def mean(self) -> Tensor:
-        return self.layout.join([block.mean for block in self.random + self.points])
+        return self.layout.join([block.mean for block in (self.random, *self.points)])
 
     @property
     def variance(self) -> Tensor:
-        return self.layout.join([block.variance for block in self.random + self.points])
+        return self.layout.join([block.variance for block in (self.random, *self.points)])
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
-        return self.layout.covariance(self.random + self.points, rows, columns)
+        return self.layout.covariance([self.random, *self.points], rows, columns)
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
-        """The Gaussian blocks are drawn from the coupling's noise, the others independently, as often."""
-        check_draw(groups, coupling, generator)
-        draws: list[Draws] = []
-        S = groups
-        for block in self.random:
-            if isinstance(block, Gaussian):
-                draws.append(block.draw(groups, coupling, generator))
-                S = draws[0].theta.shape[0]
-            else:
-                draws.append(_equal_draws(block, S, generator))
-        theta = self.random_layout.join([one.theta for one in draws])
         fixed = {name: x for block in self.points for name, x in block.named_space().unravel(block.mean).items()}
-        return Draws(theta, theta.new_full((S,), 1 / S), MappingProxyType(fixed))
-
-    def offers(self, method: str) -> bool:
-        return all(block.offers(method) for block in self.random if block.has_density)
+        return self.random.draw(groups, coupling, generator)._replace(fixed=MappingProxyType(fixed))
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        parts = self._parts(theta)
-        return torch.stack([block.log_prob(part) for block, part in parts if block.has_density]).sum(0)
+        return self.random.log_prob(theta)
 
     def score(self, theta: Tensor) -> Tensor:
-        parts = self._parts(theta)
-        return self.random_layout.join(
-            [block.score(part) if block.has_density else torch.zeros_like(part) for block, part in parts]
-        )
+        return self.random.score(theta)
 
     def entropy(self) -> Tensor:
-        return torch.stack([block.entropy() for block in self.random if block.has_density]).sum()
-
-    def _parts(self, theta: Tensor) -> Iterator[tuple[Density, Tensor]]:
-        return zip(self.random, self.random_layout.split(check_theta(theta, self.random_layout.size)), strict=True)
-
-
-def _equal_draws(block: Density, S: int, generator: torch.Generator | None) -> Draws:
-    """S independent draws of equal weight, which is what draws of independent blocks must be."""
-    draws = block.draw(S, naive, generator)
-    weight = draws.weight.detach()
-    equal = weight.shape == (S,) and torch.equal(weight, torch.full_like(weight, 1 / S))
-    if draws.weight.requires_grad or not equal:
-        raise ValueError(
-            f"{type(block).__name__} cannot be a block: it weights its own draws (a mixture's components)"
-            ", and draws of independent blocks need equal weights; use it alone over the whole network"
-        )
-    return draws
+        return self.random.entropy()
 
 
 class PerLayer(Family):
@@ -218,8 +152,8 @@ class PerLayer(Family):
     False): the entropy of the point part is dropped.
 
     Args:
-        blocks: glob pattern on tensor names → family. Every tensor must match exactly one pattern; the pattern "*"
-            stands for what no other matches.
+        blocks: glob pattern on tensor names → Gaussian family, or `MAP()`. Every tensor must match exactly one pattern;
+            the pattern "*" stands for what no other matches.
 
     Example:
         >>> from structvi import MAP, Parameters, LowRankNormal
@@ -232,16 +166,7 @@ class PerLayer(Family):
 
     def __init__(self, blocks: Mapping[str, Family]):
         super().__init__()
-        if not isinstance(blocks, Mapping):
-            raise TypeError(f"PerLayer expects a dict of patterns and families, got {type(blocks).__name__}")
         check_patterns(blocks, "PerLayer")
-        for pattern, family in blocks.items():
-            if not isinstance(family, Family):
-                raise TypeError(f"PerLayer: {pattern!r} needs a family such as MAP(), got {family!r}")
-            if family.space is not None:
-                raise ValueError(f"PerLayer: the family of {pattern!r} is bound already; give a recipe")
-            if isinstance(family, PerLayer):
-                raise ValueError(f"PerLayer: {pattern!r} holds PerLayer again; write all patterns in one dict")
         self.patterns = tuple(blocks)
         self.inner = nn.ModuleList(blocks.values())
         self.owners: tuple[int, ...] = ()
@@ -265,14 +190,13 @@ class PerLayer(Family):
     def normal(self) -> NormalForm | None:
         """Return the product of the blocks' normals; None unless they are diagonal or low-rank, all of one form."""
         forms = [form for part in self.parts() if (form := part.normal()) is not None]
-        roots = [form.root for form in forms if not isinstance(form.root, Triangle)]
-        kinds = {root.of_precision for root in roots if isinstance(root, LowRank)}
-        if len(roots) < len(self.inner) or len(kinds) > 1:
+        kinds = {form.root.of_precision for form in forms if isinstance(form.root, LowRank)}
+        if len(forms) < len(self.inner) or len(kinds) > 1 or any(isinstance(form.root, Triangle) for form in forms):
             return None
         layout, of_precision = self._layout(), True in kinds
         low = [form.low_rank(form.rank, of_precision) for form in forms]
-        rows = torch.split(torch.block_diag(*(root.factor for root in low)), [len(root.scale) for root in low])
-        mean, scale = (layout.join(x) for x in ([form.mean for form in forms], [root.scale for root in low]))
+        mean, scale = layout.join([form.mean for form in forms]), layout.join([root.scale for root in low])
+        rows = torch.block_diag(*(root.factor for root in low)).split([len(root.scale) for root in low])
         return NormalForm(mean, LowRank(scale, layout.join(rows, dim=0), of_precision) if kinds else Diagonal(scale))
 
     @torch.no_grad()
@@ -288,15 +212,20 @@ class PerLayer(Family):
             part.set_normal(NormalForm(mean, LowRank(scale, columns[order].mT, root.of_precision)))
 
     def _layout(self) -> BlockLayout:
-        return BlockLayout(self.owners, self.bound_space().numels)
+        return BlockLayout(zip(self.owners, self.bound_space().numels, strict=True))
 
     def forward(self) -> Density:
-        assert self.space is not None
-        densities: list[Density] = [part() for part in self.inner]
-        layout = BlockLayout(self.owners, self.space.numels)
-        gaussians = [density for density in densities if isinstance(density, Gaussian)]
-        if len(gaussians) == len(densities):
-            return BlockDiagonalNormal(gaussians, layout)
-        if all(isinstance(density, PointMass) for density in densities):
-            return PointMass(layout.join([density.mean for density in densities]))
-        return PerLayerDensity(densities, self.owners, self.space)
+        blocks = [part() for part in self.inner]
+        normals = {b: block for b, block in enumerate(blocks) if isinstance(block, Gaussian)}
+        points = {b: block for b, block in enumerate(blocks) if isinstance(block, PointMass)}
+        if len(normals) + len(points) < len(blocks):
+            raise TypeError(f"the blocks of PerLayer are Gaussian families and MAP, got {list(self.inner)}")
+        if not normals:
+            return PointMass(self._layout().join([point.mean for point in points.values()]))
+        tensors = list(zip(self.owners, self.bound_space().numels, strict=True))
+        own = BlockLayout((list(normals).index(b), size) for b, size in tensors if b in normals)
+        random = BlockDiagonalNormal(list(normals.values()), own)
+        if not points:
+            return random
+        place = dict.fromkeys(normals, 0) | {b: i for i, b in enumerate(points, start=1)}
+        return PerLayerDensity(random, list(points.values()), BlockLayout((place[b], size) for b, size in tensors))

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution, Independent, MultivariateNormal
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
@@ -50,6 +50,8 @@ class Density(ABC):
     coupled: bool = True
     #: whether draws lie around `mean`, the one centre; False for mixtures and masks
     centred: bool = True
+    #: whether one group of draws has every state, with its probability
+    finite: bool = False
 
     @property
     @abstractmethod
@@ -59,7 +61,7 @@ class Density(ABC):
     @property
     def variance(self) -> Tensor:
         """[P]"""
-        raise self._refusal("variance", "a `variance` property")
+        raise self._refusal("variance")
 
     @property
     def P(self) -> int:
@@ -69,11 +71,6 @@ class Density(ABC):
     def noise_size(self) -> int:
         """The number of normal numbers that make one draw."""
         return self.P
-
-    @property
-    def finite(self) -> bool:
-        """True if one group of draws has every state, with its probability."""
-        return False
 
     @property
     def accurate(self) -> bool:
@@ -98,11 +95,11 @@ class Density(ABC):
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """log q(θ): [S, P] → [S]."""
-        raise self._refusal("log_prob", "`log_prob`")
+        raise self._refusal("log_prob")
 
     def entropy(self) -> Tensor:
         """−E_q log q(θ), in nats."""
-        raise self._refusal("entropy", "`entropy`")
+        raise self._refusal("entropy")
 
     def score(self, theta: Tensor) -> Tensor:
         """∇_θ log q(θ): [S, P] → [S, P], without a graph. By automatic differentiation unless overridden."""
@@ -124,24 +121,19 @@ class Density(ABC):
             everything = slice(0, self.P)
             return self.covariance_block(everything, everything)
         space = self.named_space()
-        rows, columns = space.slice(names[0]), space.slice(names[-1])
-        sides = (rows.stop - rows.start, columns.stop - columns.start)
-        if sides[0] * sides[1] > MAX_DENSE**2:
-            raise ValueError(f"the block {names} has {sides[0]} × {sides[1]} elements, more than {MAX_DENSE}²")
-        return self.covariance_block(rows, columns)
+        return self.covariance_block(space.slice(names[0]), space.slice(names[-1]))
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         """The covariance between two stretches of θ."""
-        raise self._refusal("covariance", "`covariance_block(rows, columns)`")
+        raise self._refusal("covariance_block")
 
     def offers(self, method: str) -> bool:
         """Return True if this density has its own `log_prob` or `entropy`."""
         return getattr(type(self), method) is not getattr(Density, method)
 
-    def _refusal(self, what: str, write: str) -> NotImplementedError:
-        if not self.has_density:
-            return NotImplementedError(f"{type(self).__name__} is made of point masses: no density, and so no {what}")
-        return NotImplementedError(f"{type(self).__name__} offers no {what}; to have it, write {write}")
+    def _refusal(self, what: str) -> NotImplementedError:
+        why = "offers no" if self.has_density else "is made of point masses: no density, and so no"
+        return NotImplementedError(f"{type(self).__name__} {why} {what}")
 
     def named_space(self) -> Parameters:
         """The named tensors; an error where the density has none."""
@@ -156,20 +148,10 @@ class Density(ABC):
             )
 
 
-def check_draw(
-    groups: int, coupling: Coupling, generator: torch.Generator | None = None, device: torch.device | None = None
-) -> None:
+def check_draw(groups: int, generator: torch.Generator | None = None) -> None:
     """The arguments of `draw`, before any noise is made."""
-    if type(groups) is not int or groups < 1 or not isinstance(generator, torch.Generator | None):
-        check_integer("groups", groups)
-        check_generator(generator)
-    if not callable(coupling):
-        raise TypeError(f"coupling must be a callable such as naive, paired or unscented, got {coupling!r}")
-    if generator is not None and device is not None and generator.device.type != device.type:
-        raise ValueError(
-            f"the generator is on {generator.device}, the weights on {device}; "
-            f'make one there: torch.Generator("{device.type}").manual_seed(seed)'
-        )
+    check_integer("groups", groups)
+    check_generator(generator)
 
 
 class DistributionDensity(Density):
@@ -178,17 +160,11 @@ class DistributionDensity(Density):
     coupled = False
 
     def __init__(self, distribution: Distribution):
-        shape = distribution.batch_shape + distribution.event_shape
-        if len(distribution.batch_shape) or len(distribution.event_shape) != 1:
+        if distribution.batch_shape or len(distribution.event_shape) != 1:
             raise ValueError(
                 "a family's forward must return a distribution with event shape [P] and no batch shape, got event "
-                f"{tuple(distribution.event_shape)} and batch {tuple(distribution.batch_shape)}"
-                + ("; wrap it: torch.distributions.Independent(d, 1)" if len(shape) == 1 else "")
-            )
-        if not distribution.has_rsample:
-            raise ValueError(
-                f"{type(distribution).__name__} has no rsample: gradients cannot pass through its draws; "
-                "bring a reparametrised distribution, or write a Density"
+                f"{tuple(distribution.event_shape)} and batch {tuple(distribution.batch_shape)}; "
+                "wrap it: torch.distributions.Independent(d, 1)"
             )
         self.distribution = distribution
 
@@ -205,7 +181,7 @@ class DistributionDensity(Density):
         return self.distribution.event_shape[0]
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
-        check_draw(groups, coupling, generator)
+        check_draw(groups, generator)
         with borrowed_stream(generator):  # torch's distributions draw from the global stream
             theta = self.distribution.rsample((groups,))
         return Draws(theta, theta.new_full((groups,), 1 / groups))
@@ -214,21 +190,14 @@ class DistributionDensity(Density):
         return self.distribution.log_prob(check_theta(theta, self.P))
 
     def entropy(self) -> Tensor:
-        try:
-            return self.distribution.entropy()
-        except NotImplementedError:
-            raise NotImplementedError(
-                f"{type(self.distribution).__name__} offers no entropy; use estimator='path' or 'log_q'"
-            ) from None
+        return self.distribution.entropy()
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         if isinstance(self.distribution, Independent):
-            dense = torch.diag(self.variance)
-        else:
-            dense = getattr(self.distribution, "covariance_matrix", None)
-        if dense is None:
-            raise NotImplementedError(f"{type(self.distribution).__name__} offers no covariance")
-        return dense[rows, columns]
+            return torch.diag(self.variance)[rows, columns]
+        if isinstance(self.distribution, MultivariateNormal):
+            return self.distribution.covariance_matrix[rows, columns]
+        raise self._refusal("covariance_block")
 
 
 class Family(nn.Module, ABC):
@@ -275,15 +244,10 @@ class Family(nn.Module, ABC):
     def bind(self, parameters: Parameters, generator: torch.Generator | None = None) -> Self:
         """Return a new family of this configuration over `parameters`; do not change this one."""
         if not isinstance(parameters, Parameters):
-            raise TypeError(
-                f"bind expects Parameters, got {type(parameters).__name__}; "
-                'write Parameters.of(net), or Parameters({"z": tensor})'
-            )
+            raise TypeError(f"bind expects Parameters, such as Parameters.of(net), got {type(parameters).__name__}")
         check_generator(generator)
         if self.space is not None:
-            raise ValueError(
-                f"this {type(self).__name__} is bound already; bind a recipe, such as {type(self).__name__}(...)"
-            )
+            raise ValueError(f"this {type(self).__name__} is bound already: bind a recipe")
         bound = copy.deepcopy(self)
         bound.space = parameters
         bound.initialise(parameters, generator)
@@ -297,24 +261,15 @@ class Family(nn.Module, ABC):
 
     def __call__(self) -> Density:
         if not self.is_bound:
-            raise ValueError(
-                f"this {type(self).__name__} is a recipe without variational parameters: "
-                "call .bind(parameters) first and use the family that it returns"
-            )
+            raise ValueError(f"this {type(self).__name__} is a recipe: call .bind(parameters) first")
         density = super().__call__()
         if isinstance(density, Distribution):
             density = DistributionDensity(density)
         if not isinstance(density, Density):
-            raise TypeError(
-                f"{type(self).__name__}.forward must return a Density or a torch.distributions.Distribution, "
-                f"got {type(density).__name__}"
-            )
+            raise TypeError(f"{type(self).__name__}.forward must return a Density or a Distribution, got {density!r}")
         if self.space is not None:
             if density.P != self.space.size:
-                raise ValueError(
-                    f"{type(self).__name__}.forward gave a density over {density.P} numbers; "
-                    f"its parameters have P = {self.space.size}"
-                )
+                raise ValueError(f"{type(self).__name__}.forward gave P = {density.P}, expected {self.space.size}")
             density.space = self.space
         return density
 
@@ -334,10 +289,8 @@ class Family(nn.Module, ABC):
         return []
 
     def extra_repr(self) -> str:
-        text = ", ".join(
-            f"{k}={v!r}" for k, v in configuration(self).items() if not isinstance(v, nn.Module | list | dict)
-        )
-        return text + ("" if self.is_bound else (", " if text else "") + "unbound")
+        shown = [f"{k}={v!r}" for k, v in configuration(self).items() if not isinstance(v, nn.Module | list | dict)]
+        return ", ".join(shown if self.is_bound else [*shown, "unbound"])
 
 
 # --------------------------------------------------------------------------------- initial values that families share

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ..parameters import Parameters
 from .family import MAX_DENSE
-from .gaussian import Gaussian, LowRankCovariance
+from .gaussian import Gaussian
 from .mean_field import ScaledFamily
 from .normal import NormalForm, Triangle
 from .numerics import solve, sum_weights
@@ -15,8 +15,7 @@ class FullNormalDensity(Gaussian):
     """N(mean, LLᵀ), L lower triangular with a positive diagonal: [P], [P, P]."""
 
     def __init__(self, mean: Tensor, cholesky: Tensor):
-        self.location: Tensor = mean
-        self.cholesky: Tensor = cholesky
+        self.location, self.cholesky = mean, cholesky
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         return diagonal @ self.cholesky.mT
@@ -30,16 +29,8 @@ class FullNormalDensity(Gaussian):
     def half_log_det(self) -> Tensor:
         return self.cholesky.diagonal().log().sum(dtype=torch.float64)
 
-    def low_rank(self) -> LowRankCovariance:
-        identity = torch.eye(self.P, dtype=self.mean.dtype, device=self.mean.device)
-        return LowRankCovariance(torch.zeros_like(self.mean), self.cholesky, identity)
-
-    def precision_diagonal(self) -> Tensor:
-        identity = torch.eye(self.P, dtype=self.mean.dtype, device=self.mean.device)
-        return torch.linalg.solve_triangular(self.cholesky, identity, upper=False).square().sum(0)
-
-    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
-        return self.cholesky[rows] @ self.cholesky[columns].mT
+    def covariance_product(self, x: Tensor) -> Tensor:
+        return x @ self.cholesky @ self.cholesky.mT
 
     @property
     def variance(self) -> Tensor:
@@ -69,10 +60,7 @@ class FullNormal(ScaledFamily):
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         P = parameters.size
         if P > MAX_DENSE:
-            raise ValueError(
-                f"FullNormal needs {P}² numbers and refuses beyond P = {MAX_DENSE}; "
-                "use LowRankNormal(rank) or LowRankPrecision(rank), or select fewer tensors"
-            )
+            raise ValueError(f"FullNormal refuses P = {P} beyond {MAX_DENSE}: use LowRankNormal(rank)")
         super().initialise(parameters, generator)
         self.lower = nn.Parameter(self.mean.new_zeros(P * (P - 1) // 2))
         self.register_buffer("unit", self.log_scale.detach().exp())

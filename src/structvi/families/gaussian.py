@@ -11,7 +11,7 @@ from torch import Tensor
 from ..couplings import Coupling, Noise, naive
 from ..util.checks import check_theta
 from . import numerics
-from .family import Density, Draws, check_draw
+from .family import MAX_DENSE, Density, Draws, check_draw
 from .numerics import capacitance, half_log_det, project, solve, sum_weights
 
 
@@ -24,18 +24,17 @@ class LowRankCovariance(NamedTuple):
 
 
 class Gaussian(Density):
-    """N(mean, Σ). A shape of covariance is a `location` and six methods: the rest follows.
+    """N(mean, Σ). A shape of covariance is a `location` and three methods: the rest follows.
 
-    `transform` maps noise to deviations from the mean; `precision_product` is Λ x, `quadratic` xᵀΛx, `half_log_det`
-    ½ log det Σ, and `low_rank` and `precision_diagonal` give Σ and diag Λ in the form in which traces are cheap.
+    `transform` maps noise to deviations from the mean, `precision_product` is Λ x and `half_log_det` ½ log det Σ.
+    What else follows from dense matrices [P, P]; a shape that knows better overrides it.
     """
 
     #: [P]
     location: Tensor
     #: K, how many low-rank directions the draws use
     rank: int = 0
-    #: where ranks hold slices of the weights: the sum over ranks, and P of all of them
-    reduce: numerics.Reduce | None = None
+    #: P of all ranks where each holds a slice
     P_whole: int | None = None
 
     @abstractmethod
@@ -47,29 +46,33 @@ class Gaussian(Density):
         """Λ x for the rows of x: [S, P] → [S, P]."""
 
     @abstractmethod
-    def quadratic(self, x: Tensor) -> Tensor:
-        """xᵀ Λ x for the rows of x, in float64: [S, P] → [S]."""
-
-    @abstractmethod
     def half_log_det(self) -> Tensor:
         """½ log det Σ, in float64."""
 
-    @abstractmethod
-    def low_rank(self) -> LowRankCovariance:
-        """Σ = diag(d) + V C Vᵀ."""
+    def quadratic(self, x: Tensor) -> Tensor:
+        """xᵀ Λ x for the rows of x, in float64: [S, P] → [S]."""
+        return sum_weights(x * self.precision_product(x))
 
-    @abstractmethod
+    def low_rank(self) -> LowRankCovariance:
+        """Σ = diag(d) + V C Vᵀ: without a diagonal, and V [P, P + K] the image of the noise."""
+        self._check_dense(f"the covariance of a {type(self).__name__} as diagonal plus low rank")
+        identity = torch.eye(self.P + self.rank, dtype=self.mean.dtype, device=self.mean.device)
+        V = self.transform(*identity.split([self.P, self.rank], dim=-1)).mT
+        return LowRankCovariance(torch.zeros_like(self.mean), V, identity)
+
     def precision_diagonal(self) -> Tensor:
         """diag Λ: [P]."""
+        self._check_dense("the precision")
+        return self.precision_product(torch.eye(self.P, dtype=self.mean.dtype, device=self.mean.device)).diagonal()
+
+    def covariance_product(self, x: Tensor) -> Tensor:
+        """Σ x for the rows of x: [S, P] → [S, P]."""
+        d, V, C = self.low_rank()
+        return x * d + x @ V @ C @ V.mT
 
     @property
     def mean(self) -> Tensor:
         return self.location
-
-    @property
-    def count(self) -> int:
-        """P, summed over all ranks if this is a slice."""
-        return self.P if self.P_whole is None else self.P_whole
 
     @property
     def noise_size(self) -> int:
@@ -80,33 +83,16 @@ class Gaussian(Density):
         d, V, C = self.low_rank()
         return d + ((V @ C) * V).sum(-1)
 
-    def state(self) -> numerics.State | None:
-        """Return the parameters for the fused passes, or None for shapes of covariance without them."""
-        return None
-
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         theta = self.mean + self.transform(*self._noise(groups, coupling, generator))
         return Draws(theta, theta.new_full((len(theta),), 1 / len(theta)))
 
-    def draw_scored(
-        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
-    ) -> tuple[Draws, Tensor | None]:
-        if (state := self.state()) is None:
-            return super().draw_scored(groups, coupling, generator)
-        theta, log_q = numerics.draw(state, *self._noise(groups, coupling, generator))
-        return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
-
     def _noise(self, groups: int, coupling: Coupling, generator: torch.Generator | None) -> Noise:
-        check_draw(groups, coupling, generator, self.mean.device)
+        check_draw(groups, generator)
         P, K, like = self.P, self.rank, self.mean
         noise = coupling(groups, P, K, generator, like.dtype, like.device)
-        if not isinstance(noise, tuple) or len(noise) != 2 or not all(isinstance(x, Tensor) for x in noise):
-            raise TypeError(
-                f"the coupling {coupling!r} must return Noise(diagonal [S, P], low_rank [S, K]), "
-                f"got {type(noise).__name__}"
-            )
         came = [(tuple(x.shape), x.dtype, x.device) for x in noise]
-        S = came[0][0][0] if came[0][0] else 0
+        S = len(noise[0])
         if came != [((S, size), like.dtype, like.device) for size in (P, K)] or S == 0 or S % groups:
             raise ValueError(
                 f"the coupling {coupling!r} gave noise of shapes, dtypes and devices {came}; expected [S, {P}] and "
@@ -116,30 +102,30 @@ class Gaussian(Density):
 
     def log_prob(self, theta: Tensor) -> Tensor:
         x = check_theta(theta, self.P) - self.mean
-        return (-0.5 * self.quadratic(x) - self.half_log_det() - 0.5 * self.count * log(2 * pi)).to(x.dtype)
+        return (-0.5 * self.quadratic(x) - self.half_log_det() - 0.5 * (self.P_whole or self.P) * log(2 * pi)).to(
+            x.dtype
+        )
 
     def score(self, theta: Tensor) -> Tensor:
         with torch.no_grad():
             return self.precision_product(self.mean - check_theta(theta, self.P))
 
     def entropy(self) -> Tensor:
-        return (self.half_log_det() + 0.5 * self.count * (1 + log(2 * pi))).to(self.mean.dtype)
+        return (self.half_log_det() + 0.5 * (self.P_whole or self.P) * (1 + log(2 * pi))).to(self.mean.dtype)
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
-        d, V, C = self.low_rank()
-        block = V[rows] @ C @ V[columns].mT
-        return block + torch.diag(d[rows]) if rows == columns else block
+        return torch.cat([self.covariance_product(unit)[:, columns] for unit in self._unit_rows(rows)])
 
-    def covariance_product(self, x: Tensor) -> Tensor:
-        """Σ x for the rows of x: [S, P] → [S, P]."""
-        d, V, C = self.low_rank()
-        return x * d + x @ V @ C @ V.mT
+    def _unit_rows(self, part: slice) -> list[Tensor]:
+        """Return rows of the identity, as many at a time as a dense matrix has room for: [n, P]."""
+        numbers = torch.arange(part.start, part.stop, device=self.mean.device)
+        positions = torch.arange(self.P, device=self.mean.device)
+        some = numbers.split(max(1, MAX_DENSE**2 // self.P))
+        return [(rows.unsqueeze(-1) == positions).to(self.mean.dtype) for rows in some]
 
     def between(self, left: Tensor, right: Tensor) -> Tensor:
         """A Σ Bᵀ for rows A [.., n, P] and B [.., m, P]: [.., n, m]."""
-        d, V, C = self.low_rank()
-        columns = left @ V
-        return (left * d) @ right.mT + columns @ C @ (columns if right is left else right @ V).mT
+        return self.covariance_product(left) @ right.mT
 
     def trace(self, p: "Gaussian") -> Tensor:
         """tr(Λ_p Σ), in float64."""
@@ -160,7 +146,7 @@ class LowRankDensity(Gaussian):
 
         (I + GGᵀ)⁻¹(ε + Gz) = ε + G M⁻¹(z − Gᵀε)
 
-    its inverse. G is never formed to draw or to measure.
+    its inverse.
 
     Args:
         mean: [P].
@@ -170,24 +156,31 @@ class LowRankDensity(Gaussian):
         of_precision: the form.
     """
 
+    #: where ranks hold slices of the weights: the sum over ranks
+    reduce: numerics.Reduce | None = None
+
     def __init__(self, mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, of_precision: bool = False):
         self.location, self.log_scale, self.factor, self.unit = mean, log_scale, factor, unit
         self.rank, self.of_precision = factor.shape[-1], of_precision
-        self._choleskys: dict[bool, Tensor] = {}
+
+    # values that are kept have a graph, whoever asks first
 
     @cached_property
     def scale(self) -> Tensor:
-        with torch.enable_grad():  # a value without a graph must not be found by who wants one
+        with torch.enable_grad():
             return self.log_scale.exp()
 
-    @property
-    def ratio(self) -> Tensor:
-        """r: [P]"""
-        return numerics.ratio(self.scale, self.unit, self.of_precision)
+    @cached_property
+    def scaled_factor(self) -> Tensor:
+        """G: [P, K]"""
+        with torch.enable_grad():
+            return self.factor * numerics.ratio(self.scale, self.unit, self.of_precision).unsqueeze(-1)
 
-    def state(self) -> numerics.State:
-        parts = self.location, self.log_scale, self.factor, self.unit
-        return numerics.State(*parts, self.of_precision, self.count, self.reduce)
+    @cached_property
+    def cholesky(self) -> Tensor:
+        """The lower Cholesky factor of M, in float64: [K, K]."""
+        with torch.enable_grad():
+            return capacitance(self.scaled_factor, self.reduce)
 
     @property
     def accurate(self) -> bool:
@@ -195,25 +188,18 @@ class LowRankDensity(Gaussian):
 
         A long step towards a scale of 0 or ∞ ends where rounding spoils log det Σ.
         """
-        with torch.no_grad():
-            return not self.rank or self.cholesky().diagonal().max().item() < 1e5
+        return not self.rank or self.cholesky.diagonal().max().item() < 1e5
 
-    def cholesky(self) -> Tensor:
-        """Return the Cholesky factor of M, kept for the life of the density.
-
-        It is kept with its graph and without: a value computed under no_grad is never used for gradients.
-        """
-        with_graph = torch.is_grad_enabled()
-        if with_graph not in self._choleskys:
-            known = self._choleskys.get(True)
-            self._choleskys[with_graph] = (
-                capacitance(self.factor, self.ratio, self.reduce) if known is None else known.detach()
-            )
-        return self._choleskys[with_graph]
+    def draw_scored(
+        self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None
+    ) -> tuple[Draws, Tensor | None]:
+        own = self.location, self.log_scale, self.factor, self.unit, self.of_precision, self.P_whole or self.P
+        theta, log_q = numerics.draw(*own, self.reduce, *self._noise(groups, coupling, generator))
+        return Draws(theta, theta.new_full((len(theta),), 1 / len(theta))), log_q
 
     def transform(self, diagonal: Tensor, low_rank: Tensor) -> Tensor:
         if self.rank:
-            inner = solve(self.cholesky(), low_rank - self._across(diagonal)) if self.of_precision else low_rank
+            inner = solve(self.cholesky, low_rank - self._across(diagonal)) if self.of_precision else low_rank
             diagonal = self._plus(diagonal, inner)
         return self.scale * diagonal
 
@@ -221,7 +207,7 @@ class LowRankDensity(Gaussian):
         x = x / self.scale
         if self.rank:
             inner = self._across(x)
-            x = self._plus(x, inner if self.of_precision else -solve(self.cholesky(), inner))
+            x = self._plus(x, inner if self.of_precision else -solve(self.cholesky, inner))
         return x / self.scale
 
     def quadratic(self, x: Tensor) -> Tensor:
@@ -232,39 +218,45 @@ class LowRankDensity(Gaussian):
         inner = self._across(x)
         if self.of_precision:
             return quadratic + inner.square().sum(-1)
-        return quadratic - torch.linalg.solve_triangular(self.cholesky(), inner.mT, upper=False).square().sum(0)
+        return quadratic - torch.linalg.solve_triangular(self.cholesky, inner.mT, upper=False).square().sum(0)
 
     def half_log_det(self) -> Tensor:
         result = self._summed(self.log_scale)
         if not self.rank:
             return result
-        of_inner = half_log_det(self.cholesky())
+        of_inner = half_log_det(self.cholesky)
         return result - of_inner if self.of_precision else result + of_inner
 
     def low_rank(self) -> LowRankCovariance:
-        d, V = self.scale.square(), self.factor
-        C = torch.eye(self.rank, dtype=d.dtype, device=d.device)
-        if self.rank:
-            V = V * (self.scale * self.ratio).unsqueeze(-1)
-            C = -torch.cholesky_inverse(self.cholesky()).to(d.dtype) if self.of_precision else C
-        return LowRankCovariance(d, V, C)
+        V = self.scale.unsqueeze(-1) * self.scaled_factor
+        C = torch.eye(self.rank, dtype=V.dtype, device=V.device)
+        if self.of_precision and self.rank:
+            C = -torch.cholesky_inverse(self.cholesky).to(V.dtype)
+        return LowRankCovariance(self.scale.square(), V, C)
 
     def precision_diagonal(self) -> Tensor:
-        diagonal = torch.ones_like(self.scale)
-        if self.rank:
-            F = self.factor
-            inner = F if self.of_precision else -solve(self.cholesky(), F.double()).to(F.dtype)  # [P, K]
-            diagonal = diagonal + self.ratio.square() * (inner * F).sum(-1)
-        return diagonal / self.scale.square()
+        G = self.scaled_factor
+        inner = G if self.of_precision else -solve(self.cholesky, G.double()).to(G.dtype)  # [P, K]
+        return (1 + (inner * G).sum(-1)) / self.scale.square()
+
+    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
+        d, V, C = self.low_rank()
+        block = V[rows] @ C @ V[columns].mT
+        return block + torch.diag(d[rows]) if rows == columns else block
+
+    def between(self, left: Tensor, right: Tensor) -> Tensor:
+        d, V, C = self.low_rank()
+        columns = left @ V  # nothing as large as `left` is made but once
+        return (left * d) @ right.mT + columns @ C @ (columns if right is left else right @ V).mT
 
     def _across(self, x: Tensor) -> Tensor:
         """Return xG in float64: [S, P] → [S, K]."""
-        inner = project(x * self.ratio, self.factor)
+        inner = project(x, self.scaled_factor)
         return inner if self.reduce is None else self.reduce(inner)
 
     def _plus(self, x: Tensor, inner: Tensor) -> Tensor:
         """Return x + kGᵀ for k [S, K]: [S, P]."""
-        return torch.addcmul(x, inner.to(x.dtype) @ self.factor.mT, self.ratio)
+        return torch.addmm(x, inner.to(x.dtype), self.scaled_factor.mT)
 
     def _summed(self, x: Tensor) -> Tensor:
         total = sum_weights(x)
@@ -283,14 +275,9 @@ def kl(q: Density, p: Density) -> Tensor:
         >>> kl(q, p).item()
         0.0
     """
-    for name, density in (("q", q), ("p", p)):
-        if not isinstance(density, Gaussian):
-            raise TypeError(
-                f"kl has a closed form between Gaussians; {name} is {type(density).__name__}. "
-                "Call the families (q = family()) and estimate other divergences from draws"
-            )
-    assert isinstance(q, Gaussian)
-    assert isinstance(p, Gaussian)
+    if not isinstance(q, Gaussian) or not isinstance(p, Gaussian):
+        came = f"{type(q).__name__} and {type(p).__name__}"
+        raise TypeError(f"kl has a closed form between Gaussian densities, q = family(), got {came}")
     if q.P != p.P:
         raise ValueError(f"q is over {q.P} numbers and p over {p.P}")
     quadratic = p.quadratic((p.mean - q.mean).unsqueeze(0)).squeeze(0)

@@ -40,7 +40,7 @@ class LowRankFamily(ScaledFamily):
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         P = parameters.size
         if self.rank > P:
-            raise ValueError(f"rank {self.rank} is larger than the number of weights P = {P}; take at most {P}")
+            raise ValueError(f"rank {self.rank} is larger than the number of weights P = {P}")
         super().initialise(parameters, generator)
         scale = self.initial_scale * parameters.scale
         factor = self.initial_factor * standard_noise((P, self.rank), scale, generator)
@@ -72,16 +72,6 @@ class LowRankFamily(ScaledFamily):
         self.log_scale.copy_(root.scale.log())
         self.unit.copy_(root.scale / wider if root.of_precision else root.scale * wider)
         self.factor.copy_(root.factor / wider.unsqueeze(-1))
-
-    def start_factor(self, generator: torch.Generator | None, size: float) -> None:
-        """Let the factor learn, from N(0, size²) relative to the present scales."""
-        if self.stream:
-            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device if generator else None))
-            generator = torch.Generator(self.factor.device).manual_seed(seed + self.stream)
-        with torch.no_grad():
-            self.unit.copy_(self.log_scale.exp())
-            self.factor.copy_(size * standard_noise(tuple(self.factor.shape), self.factor, generator))
-        self.factor.requires_grad_(True)
 
 
 class LowRankNormal(LowRankFamily):
@@ -146,23 +136,28 @@ def hold_factors(family: Family) -> None:
         factor.zero_().requires_grad_(False)
 
 
+@torch.no_grad()
 def release_factors(family: Family, generator: torch.Generator | None = None, size: float = STAGE_FACTOR) -> None:
     """Let all low-rank factors learn, from N(0, size²) relative to the present scales."""
     for own in _with_factors(family):
-        own.start_factor(generator, size)
+        stream = generator
+        if own.stream:
+            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device if generator else None))
+            stream = torch.Generator(own.factor.device).manual_seed(seed + own.stream)
+        own.unit.copy_(own.log_scale.exp())
+        own.factor.copy_(size * standard_noise(tuple(own.factor.shape), own.factor, stream))
+        own.factor.requires_grad_(True)
 
 
 def precision_rank(family: Family) -> int:
     """Return how many columns of a precision diag + WWᵀ `set_normal` keeps; of blocks the most that one keeps."""
-    forms = (own.normal() for own in family.modules() if isinstance(own, Family))
-    return max((_columns(form) for form in forms if form is not None), default=0)
-
-
-def _columns(form: NormalForm) -> int:
-    root, P = form.root, len(form.mean)
-    if isinstance(root, Triangle):
-        return P if P <= MOST_COLUMNS else 0
-    return form.rank if isinstance(root, LowRank) and root.of_precision else 0
+    columns = [0]
+    for form in (own.normal() for own in family.modules() if isinstance(own, Family)):
+        if form is not None and isinstance(form.root, Triangle):
+            columns.append(len(form.mean) if len(form.mean) <= MOST_COLUMNS else 0)
+        elif form is not None and isinstance(form.root, LowRank) and form.root.of_precision:
+            columns.append(form.rank)
+    return max(columns)
 
 
 @torch.no_grad()
@@ -177,15 +172,11 @@ def with_rank(family: Family, rank: int, generator: torch.Generator) -> Family:
     """
     form = None if family.parts() else family.normal()
     if form is None or isinstance(form.root, Triangle) or not bool((form.variance > 0).all()):
-        raise TypeError(
-            "grow(rank=) is for MeanField, LowRankNormal, LowRankPrecision and normals of your own with `normal()`, "
-            f"not for {type(family).__name__}"
-        )
+        raise TypeError(f"grow(rank=) is for a `normal()` of a diagonal or low rank, not for {type(family).__name__}")
     present = form.rank
     if not is_integer(rank, present + 1):
         raise ValueError(f"the rank is {present} already: give an integer above that, got {rank!r}")
-    of_precision = isinstance(form.root, LowRank) and form.root.of_precision
-    recipe = LowRankPrecision(rank) if of_precision else LowRankNormal(rank)
+    recipe = (LowRankPrecision if isinstance(form.root, LowRank) and form.root.of_precision else LowRankNormal)(rank)
     grown = recipe.bind(family.bound_space(), generator).to(form.mean.device)
     grown.set_normal(form)
     columns = grown.factor[:, present:]

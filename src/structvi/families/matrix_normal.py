@@ -9,13 +9,10 @@ from torch import Tensor, nn
 
 from ..parameters import Parameters
 from .family import MAX_DENSE
-from .gaussian import Gaussian, LowRankCovariance
+from .gaussian import Gaussian
 from .mean_field import ScaledFamily
 from .normal import NormalForm
 from .numerics import sum_weights
-
-#: rows of the covariance that are made at a time: memory
-CHUNK = 256
 
 
 class MatrixNormalDensity(Gaussian):
@@ -38,22 +35,9 @@ class MatrixNormalDensity(Gaussian):
     ):
         self.location, self.left, self.unit, self.widths = mean, left, unit, list(widths)
         self.log_scale = log_scale.view(len(left), len(right))
-        self.axes = right
-
-    @property
-    def right(self) -> Tensor:
-        """B: [D, D]"""
-        return self.unit.unsqueeze(-1) * self.axes
-
-    @property
-    def inverse(self) -> Tensor:
-        """B⁻ᵀ: [D, D]"""
-        return self.axes / self.unit.unsqueeze(-1)
-
-    @property
-    def scale(self) -> Tensor:
-        """s: [C, D]"""
-        return self.log_scale.exp()
+        self.scale = self.log_scale.exp()  # s [C, D]
+        self.right = unit.unsqueeze(-1) * right  # B [D, D]
+        self.inverse = right / unit.unsqueeze(-1)  # B⁻ᵀ
 
     def matrix(self, x: Tensor) -> Tensor:
         """Return rows of θ [.., P] as matrices [.., C, D]."""
@@ -70,26 +54,18 @@ class MatrixNormalDensity(Gaussian):
         return self.vector(self.left @ (self.scale * Z) @ self.right.mT)
 
     def precision_product(self, x: Tensor) -> Tensor:
-        inner = (self.left.mT @ self.matrix(x) @ self.inverse) / self.scale.square()
-        return self.vector(self.left @ inner @ self.inverse.mT)
+        return self._along_axes(x, self.scale.square().reciprocal(), self.inverse)
 
     def covariance_product(self, x: Tensor) -> Tensor:
-        inner = (self.left.mT @ self.matrix(x) @ self.right) * self.scale.square()
-        return self.vector(self.left @ inner @ self.right.mT)
+        return self._along_axes(x, self.scale.square(), self.right)
 
-    def quadratic(self, x: Tensor) -> Tensor:
-        inner = (self.left.mT @ self.matrix(x) @ self.inverse) / self.scale
-        return sum_weights(inner.square().flatten(-2))
+    def _along_axes(self, x: Tensor, weights: Tensor, right: Tensor) -> Tensor:
+        """Return (A ⊗ R) diag(weights) (A ⊗ R)ᵀ x for the rows of x."""
+        inner = (self.left.mT @ self.matrix(x) @ right) * weights
+        return self.vector(self.left @ inner @ right.mT)
 
     def half_log_det(self) -> Tensor:
-        of_unit = len(self.left) * self.unit.log().sum(dtype=torch.float64)
-        return sum_weights(self.log_scale.flatten()) + of_unit
-
-    def low_rank(self) -> LowRankCovariance:
-        """Return a dense V [P, P], refused if P is large: a Kronecker product has no low rank."""
-        self._check_dense("the covariance of a matrix normal as diagonal plus low rank")
-        identity = torch.eye(self.P).to(self.mean)
-        return LowRankCovariance(torch.zeros_like(self.mean), self.transform(identity, identity).mT, identity)
+        return sum_weights(self.log_scale.flatten()) + len(self.left) * sum_weights(self.unit.log())
 
     def precision_diagonal(self) -> Tensor:
         return self.vector(self.left.square() @ self.scale.square().reciprocal() @ self.inverse.square().mT)
@@ -97,17 +73,6 @@ class MatrixNormalDensity(Gaussian):
     @property
     def variance(self) -> Tensor:
         return self.vector(self.left.square() @ self.scale.square() @ self.right.square().mT)
-
-    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
-        found = []
-        for start in range(rows.start, rows.stop, CHUNK):
-            unit = self.mean.new_zeros(min(CHUNK, rows.stop - start), self.P)
-            unit[torch.arange(len(unit)), torch.arange(start, start + len(unit))] = 1.0
-            found.append(self.covariance_product(unit)[:, columns])
-        return torch.cat(found)
-
-    def between(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.covariance_product(left) @ right.mT
 
 
 class MatrixNormal(ScaledFamily):
@@ -139,12 +104,9 @@ class MatrixNormal(ScaledFamily):
         self.widths = [prod(shape) // C for shape in parameters.shapes]
         D = sum(self.widths)
         if max(C, D) > MAX_DENSE:
-            raise ValueError(
-                f"MatrixNormal keeps {C}² and {D}² numbers for the axes of one layer, and refuses beyond {MAX_DENSE}²: "
-                "use LowRankNormal(rank) or LowRankPrecision(rank)"
-            )
+            raise ValueError(f"MatrixNormal keeps {C}² and {D}² numbers for the axes of a layer, at most {MAX_DENSE}²")
         for name, size in (("left", C), ("right", D)):
-            self.register_buffer(name, torch.eye(size, dtype=self.mean.dtype, device=self.mean.device))
+            self.register_buffer(name, torch.eye(size).to(self.mean))
         self.register_buffer("unit", self.mean.new_ones(D))
         with torch.no_grad():
             by_rows = self.forward().matrix(self.log_scale)
@@ -220,16 +182,15 @@ def layer_outputs(density: Gaussian, outputs: int, order: Tensor) -> Callable[[T
         True
     """
     if isinstance(density, MatrixNormalDensity):
-        unit, axes, square, left = density.unit, density.axes, density.scale.square().mT, density.left
-        return lambda features: OutputNormals(left, ((features * unit) @ axes).square() @ square)
+        right, square, left = density.right, density.scale.square().mT, density.left
+        return lambda features: OutputNormals(left, (features @ right).square() @ square)
     d, V, core = density.low_rank()
     D = len(order) // outputs
-    d, V = d[order].view(outputs, D), V[order].view(outputs, D, V.shape[-1])
-    wide = V.movedim(1, 0).reshape(D, -1)
+    d, sides = d[order].view(outputs, D), [side[order].view(outputs, D, -1).movedim(1, 0) for side in (V, V @ core)]
 
     def dense(features: Tensor) -> OutputNormals:
-        columns = (features @ wide).view(len(features), outputs, V.shape[-1])
-        covariance = columns @ core @ columns.mT + torch.diag_embed(features.square() @ d.mT)
+        left, right = (torch.tensordot(features, side, dims=1) for side in sides)  # [n, C, K]
+        covariance = left @ right.mT + torch.diag_embed(features.square() @ d.mT)
         finite = covariance.isfinite().all(-1).all(-1)  # [n]: a row that is not has NaN, and no other
         along, axes = torch.linalg.eigh(torch.where(finite[:, None, None], covariance.double(), 0.0))
         along = torch.where(finite.unsqueeze(-1), along.clamp(min=0.0), torch.nan)

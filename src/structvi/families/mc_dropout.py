@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
 from ..util.checks import check_one_of
-from ..util.patterns import assign, check_patterns
-from .family import STARTS, Density, Draws, Family, check_draw, initial_mean
+from ..util.patterns import assign
+from .family import MAX_DENSE, STARTS, Density, Draws, Family, check_draw, initial_mean
 
 Per = Literal["weight", "input", "output"]
-
-#: masks M up to which `support()` lists all 2^M states: a million rows
-MAX_SUPPORT = 20
 
 #: each kind of dropout, and the layer of whose inputs it drops whole units
 LAYER_AFTER: dict[type[nn.Module], type[nn.Module]] = {
@@ -41,35 +38,27 @@ class Layout:
     """
 
     def __init__(self, parameters: Parameters, per: Per, keeps: Mapping[str, float]):
-        self.shapes = parameters.shapes
-        #: per tensor the shape of its masks, which broadcasts to the tensor's; None if it is exempt
-        self.units: list[tuple[int, ...] | None] = [
-            _units(shape, per) if name in keeps else None
+        #: of each tensor its shape, that of its masks, which broadcasts to it (None: exempt), and their probability
+        self.tensors = [
+            (shape, _units(shape, per) if name in keeps else None, keeps.get(name, 1.0))
             for name, shape in zip(parameters.names, parameters.shapes, strict=True)
         ]
-        self.counts = [0 if units is None else prod(units) for units in self.units]
+        self.counts = [0 if units is None else prod(units) for _, units, _ in self.tensors]
         self.M = sum(self.counts)
         if self.M == 0:
-            raise ValueError(
-                f"none of the {len(parameters)} tensors has two axes, and in a network tensors with fewer are never "
-                'dropped, by default: give a dict, MCDropout(keep={"*": 0.9})'
-            )
-        self._keeps = [keeps.get(name, 1.0) for name in parameters.names]
+            raise ValueError('a network\'s tensors of fewer than two axes are dropped on request: keep={"*": 0.9}')
 
     def keep(self, like: Tensor) -> Tensor:
         """Return the probability of each mask, [M]."""
-        pairs = zip(self.counts, self._keeps, strict=True)
-        return torch.cat([like.new_full((count,), keep) for count, keep in pairs])
+        own = zip(self.counts, self.tensors, strict=True)
+        return torch.cat([like.new_full((count,), keep) for count, (_, _, keep) in own])
 
     def spread(self, z: Tensor, exempt: float = 1) -> Tensor:
         """Return the mask of every weight, [.., M] → [.., P], and `exempt` for weights without one."""
-        lead = z.shape[:-1]
-        parts = []
-        for part, units, shape in zip(z.split(self.counts, dim=-1), self.units, self.shapes, strict=True):
-            if units is None:
-                parts.append(z.new_full((*lead, shape.numel()), exempt))
-            else:
-                parts.append(part.reshape(*lead, *units).expand(*lead, *shape).reshape(*lead, -1))
+        lead, parts = z.shape[:-1], []
+        for own, (shape, units, _) in zip(z.split(self.counts, dim=-1), self.tensors, strict=True):
+            masks = z.new_full((), exempt) if units is None else own.reshape(*lead, *units)
+            parts.append(masks.expand((*lead, *shape)).reshape(*lead, -1))
         return torch.cat(parts, dim=-1)
 
 
@@ -105,20 +94,20 @@ class DroppedPoint(Density):
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Draw θ̂∘z, z = 1 where Φ(ε) < keep for a coupling's noise ε: masks of mirrored noise are antithetic."""
-        check_draw(groups, coupling, generator, self.point.device)
+        check_draw(groups, generator)
         noise = coupling(groups, self.layout.M, 0, generator, self.point.dtype, self.point.device)[0]
         # on the scale of ε, where keep = 1 is +∞: Φ(ε) itself rounds to one
         z = (noise < torch.special.ndtri(self.keep.double()).to(noise.dtype)).to(noise.dtype)
         return Draws(self.point * self.layout.spread(z), z.new_full((len(z),), 1 / len(z)))
 
     def support(self) -> tuple[Tensor, Tensor]:
-        """Return every state θ̂∘z and its probability, [2^M, P] and [2^M], for at most 20 masks.
+        """Return every state θ̂∘z and its probability, [2^M, P] and [2^M], as far as a dense matrix has room.
 
         States that are the same point, because some θ̂_i = 0, are listed apart.
         """
         M = self.layout.M
-        if M > MAX_SUPPORT:
-            raise ValueError(f"support() has 2^{M} states; it lists them for at most {MAX_SUPPORT} masks: draw instead")
+        if 2**M * self.P > MAX_DENSE**2:
+            raise ValueError(f"support() has 2^{M} states of {self.P} weights, too many to list: draw instead")
         bits, numbers = (torch.arange(n, device=self.point.device) for n in (M, 2**M))
         z = ((numbers.unsqueeze(-1) >> bits) & 1).to(self.point.dtype)
         return self.point * self.layout.spread(z), torch.where(z > 0, self.keep, 1 - self.keep).prod(-1)
@@ -162,13 +151,9 @@ class MCDropout(Family):
 
     def __init__(self, keep: float | Mapping[str, float] = 0.9, per: Per = "weight", initial_mean: str = "current"):
         super().__init__()
-        if isinstance(keep, Mapping):
-            check_patterns(keep, "MCDropout")
         for value in keep.values() if isinstance(keep, Mapping) else [keep]:
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-                raise ValueError(f"keep must be a probability to keep, in [0, 1], got {value!r}")
-            if value == 0 and initial_mean == "rescaled":
-                raise ValueError('initial_mean="rescaled" divides by keep, which must not be 0')
+            if not 0 <= value <= 1 or (value == 0 and initial_mean == "rescaled"):
+                raise ValueError(f'keep must be a probability, in [0, 1] (above 0 if "rescaled"), got {value!r}')
         check_one_of("per", per, get_args(Per))
         check_one_of("initial_mean", initial_mean, (*STARTS, "rescaled"))
         self.keep, self.per, self.initial_mean = keep, per, initial_mean
@@ -222,10 +207,10 @@ def dropped_layers(net: nn.Module) -> dict[str, float]:
         >>> dropped_layers(nn.Sequential(nn.Dropout(0.2), nn.Linear(3, 2)))
         {'1.weight': 0.8}
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"expected the network, an nn.Module, got {type(net).__name__}")
     shared = Counter(id(tensor) for _, tensor in net.named_parameters(remove_duplicate=False))
-    after = {name: following for chain in _chains(net, "") for (name, _), following in pairwise(chain)}
+    after = {}
+    for name, module in net.named_modules(remove_duplicate=False):
+        after |= {first: following for (first, _), following in pairwise(_in_sequence(module, name))}
     keeps: dict[str, float] = {}
     refused: list[str] = []
     for name, module in net.named_modules(remove_duplicate=False):  # one dropout layer may serve several places
@@ -242,8 +227,7 @@ def dropped_layers(net: nn.Module) -> dict[str, float]:
         raise ValueError(
             f"these dropout layers are no masks on weights: {', '.join(refused)}. In an nn.Sequential, directly before "
             "the layer whose inputs it drops, may be: Dropout before Linear; Dropout1d, 2d or 3d before a convolution "
-            "of one group. p must be below 1, and the weight used nowhere else. Keep these layers as they are with "
-            'variationalize(.., dropout="on"), or change the network'
+            'of one group. Keep these layers as they are with variationalize(.., dropout="on"), or change the network'
         )
     if not keeps:
         raise ValueError("the network has no nn.Dropout layer with p > 0; give keep= yourself: MCDropout(keep=0.9)")
@@ -256,27 +240,11 @@ def _probability(module: nn.Module) -> float:
     return module.dropout if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else 0.0
 
 
-def _is_sequence(module: nn.Module) -> bool:
-    return type(module).forward is nn.Sequential.forward
-
-
-def _chains(module: nn.Module, name: str) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield the modules that are called one after the other in every `nn.Sequential`; nested ones are one chain."""
-    if _is_sequence(module):
-        chain = list(_links(module, name))
-        yield chain
-        inner = [(link, part) for link, part in chain if not _is_sequence(part)]
-    else:
-        inner = [(f"{name}.{child}" if name else child, part) for child, part in module.named_children()]
-    for link, part in inner:
-        if part is not module:
-            yield from _chains(part, link)
-
-
-def _links(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    if not _is_sequence(module):
+def _in_sequence(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that an `nn.Sequential` calls one after the other; those in it are taken apart."""
+    if type(module).forward is not nn.Sequential.forward:
         yield name, module
         return
     for child, part in module._modules.items():  # not named_children: a module may come twice
         if part is not None:
-            yield from _links(part, f"{name}.{child}" if name else child)
+            yield from _in_sequence(part, f"{name}.{child}" if name else child)

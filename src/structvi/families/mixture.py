@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, Noise, naive
 from ..parameters import Parameters
-from ..util.checks import check_integer, check_theta, is_integer
+from ..util.checks import check_theta, is_integer
 from .family import Density, Draws, Family, check_draw, standard_noise
 from .gaussian import Gaussian
 from .rotated import rotation
@@ -45,12 +45,9 @@ class MixtureDensity(Density):
                 + ", ".join(f"{type(part).__name__}: {part.bound}" for part in parts)
             )
         self.parts, self.log_proportions = parts, log_proportions
-        self.has_density, self.coupled = parts[0].has_density, all(part.coupled for part in parts)
-
-    @property
-    def proportions(self) -> Tensor:
-        """π: [C]"""
-        return self.log_proportions.exp()
+        self.proportions = log_proportions.exp()  # π [C]
+        self.has_density, self.finite = parts[0].has_density, all(part.finite for part in parts)
+        self.coupled = all(part.coupled for part in parts)
 
     @property
     def P(self) -> int:
@@ -59,10 +56,6 @@ class MixtureDensity(Density):
     @property
     def noise_size(self) -> int:
         return max(part.noise_size for part in self.parts)
-
-    @property
-    def finite(self) -> bool:
-        return all(part.finite for part in self.parts)
 
     @property
     def mean(self) -> Tensor:
@@ -75,7 +68,7 @@ class MixtureDensity(Density):
 
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Return `groups` groups of the draws of all parts, part after part within a group."""
-        check_draw(groups, coupling, generator, self.log_proportions.device)
+        check_draw(groups, generator)
         tape: dict[tuple[int, int, int], Noise] = {}
         thetas, weights = [], []
         for part, proportion in zip(self.parts, self.proportions, strict=True):
@@ -85,7 +78,7 @@ class MixtureDensity(Density):
         return Draws(torch.cat(thetas, dim=1).flatten(0, 1), torch.cat(weights, dim=1).flatten())
 
     def offers(self, method: str) -> bool:
-        return method != "entropy" and all(part.offers(method) for part in self.parts)
+        return super().offers(method) and all(part.offers(method) for part in self.parts)
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """Return log Σ_c π_c q_c(θ)."""
@@ -95,23 +88,15 @@ class MixtureDensity(Density):
         """Return Σ_c r_c(θ) ∇ log q_c(θ), with responsibilities r_c = π_c q_c / Σ π q."""
         with torch.no_grad():
             responsibilities = self._log_joint(theta).softmax(0)  # [C, S]
-            score = torch.zeros_like(theta)
-            for r, part in zip(responsibilities, self.parts, strict=True):
-                score = torch.addcmul(score, r.unsqueeze(-1), part.score(theta))
-        return score
-
-    def entropy(self) -> Tensor:
-        raise NotImplementedError(
-            'the entropy of a mixture has no closed form: use Estimator("path") or Estimator("log_q"), which need only '
-            "log_prob"
-        )
+            scored = zip(responsibilities, self.parts, strict=True)
+            return sum((r.unsqueeze(-1) * part.score(theta) for r, part in scored), torch.zeros_like(theta))
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:
         deviations = self._means() - self.mean
-        between = deviations[:, rows].mT @ (self.proportions.unsqueeze(-1) * deviations[:, columns])
+        covariance = deviations[:, rows].mT @ (self.proportions.unsqueeze(-1) * deviations[:, columns])
         for proportion, part in zip(self.proportions, self.parts, strict=True):
-            between = between + proportion * part.covariance_block(rows, columns)
-        return between
+            covariance = covariance + proportion * part.covariance_block(rows, columns)
+        return covariance
 
     def _means(self) -> Tensor:
         return torch.stack([part.mean for part in self.parts])  # [C, P]
@@ -157,9 +142,7 @@ class Mixture(Family):
         self.components: int | str = AUTO if components == AUTO else len(parts)
         self.inner = nn.ModuleList(parts)
         if self.is_bound:
-            spaces = [own.space for own in parts if own.space is not None]
-            _check_shared(spaces)
-            self.space = spaces[0] if spaces else None
+            self.space = parts[0].space
             self.raw_logits = nn.Parameter(next(self.inner.parameters()).new_zeros(len(parts)))
 
     @classmethod
@@ -182,65 +165,43 @@ class Mixture(Family):
         return all(part.is_bound for part in self.part)
 
     @property
-    def logits(self) -> Tensor:
-        """[C]: the proportions are their softmax."""
-        return LOGIT_UNIT * self.raw_logits
+    def log_proportions(self) -> Tensor:
+        """log π: [C]"""
+        return (LOGIT_UNIT * self.raw_logits).log_softmax(-1)
 
     @property
     def proportions(self) -> Tensor:
         """π: [C]"""
-        return self.logits.softmax(-1)
+        return self.log_proportions.exp()
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
         if self.components == AUTO:
-            raise ValueError(
-                'components="auto" takes as many parts as there are modes, and only fit(target, family) of a log '
-                "density looks for these; give the number of parts: components=2"
-            )
+            raise ValueError('components="auto" takes as many parts as there are modes, in fit_density alone')
         C = len(self.part)
         spaces = _starts(parameters, C, generator)
         self.inner = nn.ModuleList(part.bind(space, generator) for part, space in zip(self.part, spaces, strict=True))
         self.raw_logits = nn.Parameter(parameters.initial.new_zeros(C))
 
     def forward(self) -> MixtureDensity:
-        return MixtureDensity([part() for part in self.part], self.logits.log_softmax(-1))
+        return MixtureDensity([part() for part in self.part], self.log_proportions)
 
 
 def _as_parts(part: Family | Sequence[Family], components: int | str | None) -> list[Family]:
     """Return the constructor's arguments as a list of recipes, or of bound families."""
-    if components not in (None, AUTO):
-        check_integer("components", components)
     if isinstance(part, Family):
         if part.is_bound:
-            raise ValueError(
-                f"this {type(part).__name__} is bound already and its copies would coincide; "
-                "give a recipe, or a list of families bound at points of their own"
-            )
-        number = 2 if components is None else 1 if isinstance(components, str) else components
-        return [copy.deepcopy(part) for _ in range(number)]
+            raise ValueError(f"this {type(part).__name__} is bound already, and copies would coincide: give a recipe")
+        components = 1 if components == AUTO else 2 if components is None else components
+        if not is_integer(components):
+            raise ValueError(f"components must be an integer ≥ 1, got {components!r}")
+        return [copy.deepcopy(part) for _ in range(components)]
     if not isinstance(part, Sequence) or not part or not all(isinstance(one, Family) for one in part):
         raise TypeError(f"Mixture expects a family or a list of families, got {part!r}")
     if components not in (None, len(part)):
         raise ValueError(f"components={components!r} but the list has {len(part)} parts; leave components out")
-    bound = [one.is_bound for one in part]
-    if any(bound) and not all(bound):
-        raise ValueError(
-            f"the parts of a mixture must be all recipes or all bound, got bound = {bound}; "
-            "bind all of them, or none and the mixture"
-        )
-    if all(bound) and len(set(part)) < len(part):
-        raise ValueError("the same bound family is in the list twice; bind each part by itself")
+    if len({one.is_bound for one in part}) > 1:
+        raise ValueError("the parts of a mixture must be all recipes or all bound")
     return list(part)
-
-
-def _check_shared(spaces: Sequence[Parameters]) -> None:
-    for space in spaces[1:]:
-        first = spaces[0]
-        if (space.names, space.shapes, space.dtype) != (first.names, first.shapes, first.dtype):
-            raise ValueError(
-                f"the parts of a mixture must share their tensors, got\n{first!r}\nand\n{space!r}\n"
-                "bind all of them to spaces with the same names, shapes and dtype"
-            )
 
 
 def _starts(parameters: Parameters, components: int, generator: torch.Generator | None) -> list[Parameters]:
@@ -306,10 +267,8 @@ def weighted_normals(density: Density) -> list[Weighted]:
     if not isinstance(density, MixtureDensity):
         return []
     parts = [weighted_normals(part) for part in density.parts]
-    if not all(parts):
-        return []
     own = zip(density.proportions.tolist(), parts, strict=True)
-    return [Weighted(share * one.weight, one.normal) for share, part in own for one in part]
+    return [Weighted(share * one.weight, one.normal) for share, part in own for one in part] if all(parts) else []
 
 
 @torch.no_grad()
@@ -321,9 +280,7 @@ def with_components(family: Family, components: int, generator: torch.Generator)
         raise ValueError(f"there are {len(parts)} parts already: give an integer above that, got {components!r}")
     new = components - len(parts)
     if not family().bound:
-        raise ValueError(
-            "grow(components=) compares ELBOs, and this posterior has point masses: there is no bound to compare"
-        )
+        raise ValueError("grow(components=) compares ELBOs, and with point masses there is no bound to compare")
     stream = torch.Generator(weights.device).manual_seed(generator.initial_seed())
     # the part that each new one copies its shape from
     origins = torch.multinomial(weights.double().cpu(), new, replacement=True, generator=generator).tolist()
@@ -340,9 +297,6 @@ def _move(family: Family, theta: Tensor) -> None:
     if turned is not None:
         _move(turned.part, turned.basis(theta, back=True))
     elif form is None:
-        raise TypeError(
-            f"grow(components=) is for normal families and mixtures of them, not for {type(family).__name__}; a "
-            "family of your own writes `normal()` and `set_normal(form)`"
-        )
+        raise TypeError(f"grow(components=) is for families with `set_normal(form)`, not for {type(family).__name__}")
     else:
         family.set_normal(form._replace(mean=theta))

@@ -47,21 +47,17 @@ class NormalForm(NamedTuple):
     def variance(self) -> Tensor:
         """The diagonal of Σ: [P]."""
         root = self.root
-        if isinstance(root, Diagonal):
-            return root.scale.square()
         if isinstance(root, Triangle):
             return root.lower.square().sum(-1)
-        return root.scale.square() * (1 - _removed(root.factor) if root.of_precision else 1 + _added(root.factor))
+        return root.scale.square() * (_diagonal(root.factor, root.of_precision) if isinstance(root, LowRank) else 1)
 
     @property
     def precision_diagonal(self) -> Tensor:
         """The diagonal of Λ = Σ⁻¹: [P], infinite where the scale is zero."""
         root = self.root
-        if isinstance(root, Diagonal):
-            return root.scale.square().reciprocal()
         if isinstance(root, Triangle):
             return torch.cholesky_inverse(root.lower).diagonal()
-        return (1 + _added(root.factor) if root.of_precision else 1 - _removed(root.factor)) / root.scale.square()
+        return (_diagonal(root.factor, not root.of_precision) if isinstance(root, LowRank) else 1) / root.scale.square()
 
     def diagonal(self) -> Diagonal:
         """Return the diagonal normal whose precision has the same diagonal."""
@@ -96,12 +92,10 @@ class NormalForm(NamedTuple):
         """Return N(0, I) with a root of the same kind; a factor is zero."""
         root, one = self.root, torch.ones_like(self.mean)
         if isinstance(root, Triangle):
-            own: Diagonal | LowRank | Triangle = Triangle(torch.diag(one))
-        elif isinstance(root, LowRank):
-            own = root._replace(scale=one, factor=torch.zeros_like(root.factor))
-        else:
-            own = Diagonal(one)
-        return NormalForm(torch.zeros_like(self.mean), own)
+            return NormalForm(0 * one, Triangle(torch.diag(one)))
+        if isinstance(root, LowRank):
+            return NormalForm(0 * one, root._replace(scale=one, factor=torch.zeros_like(root.factor)))
+        return NormalForm(0 * one, Diagonal(one))
 
     def triangle(self) -> Tensor:
         """Return L [P, P], the lower Cholesky root of Σ."""
@@ -117,14 +111,11 @@ class NormalForm(NamedTuple):
         return (scale.unsqueeze(-1) * torch.linalg.cholesky(matrix)).to(root.scale)
 
 
-def _added(factor: Tensor) -> Tensor:
-    """The diagonal of FFᵀ: [P]."""
-    return factor.square().sum(-1)
-
-
-def _removed(factor: Tensor) -> Tensor:
-    """The diagonal of F(I + FᵀF)⁻¹Fᵀ: [P]."""
+def _diagonal(factor: Tensor, of_inverse: bool) -> Tensor:
+    """The diagonal of I + FFᵀ, or of its inverse I − F(I + FᵀF)⁻¹Fᵀ: [P]."""
+    if not of_inverse:
+        return 1 + factor.square().sum(-1)
     wide = factor.double()
     M = torch.eye(wide.shape[1], dtype=torch.float64, device=wide.device) + wide.mT @ wide
     half = torch.linalg.solve_triangular(torch.linalg.cholesky(M), wide.mT, upper=False)
-    return half.square().sum(0).to(factor)
+    return (1 - half.square().sum(0)).to(factor)

@@ -18,7 +18,7 @@ g' = g + c∇ log q:
     precision   ∂μ = Σ g',  ∂log s = Σ s∘g'∘y + w∘Gu − y∘Gv,             ∂F = Σ r∘(w uᵀ − y vᵀ)
                 with y = ε + G u,  v = M⁻¹Gᵀ(s∘g'),  w = s∘g' − G v
 
-all sums over draws. The passes over the factor are Triton kernels on a GPU (`triton_kernels`), and torch elsewhere.
+all sums over draws. On a GPU the sums, and the gradients of all draws, are Triton kernels (`triton_kernels`).
 """
 
 import os
@@ -27,7 +27,7 @@ from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from math import log, pi
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ from torch.autograd.function import once_differentiable
 #: an all-reduce over the ranks that hold slices of the weights: a vector of sums in, the sums over ranks out
 Reduce = Callable[[Tensor], Tensor]
 
-#: columns of a factor that a program of the kernels holds in registers
-MOST_COLUMNS = 128
 #: whether this thread may look at values
 _READS: ContextVar[bool] = ContextVar("reads", default=True)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -98,36 +96,14 @@ def project(x: Tensor, factor: Tensor) -> Tensor:
     return blocks.sum(0, dtype=torch.float64) + (x_rest @ columns_rest.mT).double()
 
 
-class _Gram(torch.autograd.Function):
-    """Fᵀ diag(r)² F in float64, from slabs of rows: neither r∘F nor anything else of size PK is kept for backward."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(factor: Tensor, ratio: Tensor) -> Tensor:
-        K = factor.shape[-1]
-        gram = factor.new_zeros(K, K, dtype=torch.float64)
-        slab = 16 * _BLOCK
-        for rows, r in zip(factor.split(slab), ratio.split(slab), strict=True):
-            scaled = rows * r.unsqueeze(-1)
-            gram += project(scaled.mT, scaled)
-        return gram
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        factor, ratio = ctx.saved_tensors
-        product = factor @ (gradient + gradient.mT).to(factor.dtype)  # [P, K]
-        ratio_gradient = ratio * torch.linalg.vecdot(product, factor)
-        return product * ratio.square().unsqueeze(-1), ratio_gradient
+def plus(x: Tensor, k: Tensor, factor: Tensor, r: Tensor) -> Tensor:
+    """Return x + kGᵀ, G = r∘F: [S, P], [S, K], [P, K], [P] → [S, P]."""
+    return torch.addcmul(x, k.to(x.dtype) @ factor.mT, r) if factor.shape[-1] else x
 
 
-def capacitance(factor: Tensor, ratio: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Return the lower Cholesky factor of I_K + Fᵀ diag(r)² F in float64: [P, K], [P] → [K, K]."""
-    gram = _Gram.apply(factor, ratio)
+def capacitance(G: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """Return the lower Cholesky factor of I_K + GᵀG in float64: [P, K] → [K, K]."""
+    gram = project(G.mT, G)
     gram = gram if reduce is None else reduce(gram)
     M = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.linalg.cholesky(M) if reads() else torch.linalg.cholesky_ex(M)[0]
@@ -146,107 +122,66 @@ def half_log_det(cholesky: Tensor) -> Tensor:
     return cholesky.diagonal().log().sum()
 
 
-class State(NamedTuple):
-    """The parameters of a density that can be drawn here."""
+def draw(
+    mean: Tensor, log_scale: Tensor, factor: Tensor, unit: Tensor, precision: bool, P: int, reduce: Reduce | None,
+    epsilon: Tensor, z: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return θ [S, P] and log q(θ) [S] for noise [S, P], [S, K]; the gradient of log q goes through θ alone.
 
-    mean: Tensor  # [P]
-    log_scale: Tensor  # [P]
-    factor: Tensor  # F [P, K]
-    unit: Tensor  # s₀ [P]
-    precision: bool  # the form
-    P: int  # of all ranks
-    #: set if the weights are split over ranks
-    reduce: Reduce | None = None
-
-
-class Sums(NamedTuple):
-    """Sums over the weights that the K×K algebra needs, in float64."""
-
-    gram: Tensor  # GᵀG [K, K]
-    projection: Tensor  # εᵀG [S, K]
-    squares: Tensor  # ε·ε [S]
-    log_scale: Tensor  # Σ log s
-
-    def reduced(self, reduce: Reduce | None) -> "Sums":
-        if reduce is None:
-            return self
-        shapes = [x.shape for x in self]
-        parts = reduce(torch.cat([x.reshape(-1) for x in self])).split([shape.numel() for shape in shapes])
-        return Sums(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
-
-
-def draw(state: State, epsilon: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return θ [S, P] and log q(θ) [S] for noise [S, P], [S, K]; the gradient of log q goes through θ alone."""
-    return _Drawn.apply(*state, epsilon, z)  # pyright: ignore[reportReturnType]
+    Args:
+        mean, log_scale, factor, unit: [P], [P], F [P, K], s₀ [P].
+        precision: the form.
+        P: of all ranks.
+        reduce: the sum over ranks, where the weights are split over ranks.
+        epsilon, z: the noise.
+    """
+    return _Drawn.apply(mean, log_scale, factor, unit, precision, P, reduce, epsilon, z)  # pyright: ignore[reportReturnType]
 
 
 class _Drawn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean, log_scale, factor, unit, precision, P, reduce, epsilon, z):
-        K = z.shape[-1]
-        precision = precision and K > 0  # without a factor the forms are the same
+        precision = precision and z.shape[-1] > 0  # without a factor the forms are the same
         kernels = _kernels(factor)
         if kernels is not None:
-            scale, *of_noise, theta = kernels.project(mean, log_scale, factor, unit, precision, epsilon, z)
-            sums = Sums(kernels.gram(scale, factor, unit, precision), *of_noise).reduced(reduce)
-            u, log_q, inverse = _solve(sums, z, precision, P)
-            if precision:
-                theta = kernels.place(mean, scale, factor, unit, epsilon, u)
-            G = factor
+            scale, *sums, theta = kernels.project(precision, factor, mean, log_scale, unit, epsilon, z)
+            sums = [kernels.gram(precision, factor, scale, unit), *sums]
+            r = ratio(scale, unit, precision)
         else:
             scale = log_scale.exp()
-            G = factor * ratio(scale, unit, precision).unsqueeze(-1) if K else factor
-            of_noise = project(epsilon, G), sum_squares(epsilon)
-            sums = Sums(project(G.mT, G), *of_noise, sum_weights(log_scale)).reduced(reduce)
-            u, log_q, inverse = _solve(sums, z, precision, P)
-            y = torch.addmm(epsilon, u if precision else z, G.mT) if K else epsilon
-            theta = torch.addcmul(mean, scale, y)
-        ctx.save_for_backward(scale, G, unit, epsilon, z, u, inverse)
-        ctx.precision, ctx.reduce, ctx.kernels = precision, reduce, kernels
+            r = ratio(scale, unit, precision)
+            G = factor * r.unsqueeze(-1)
+            sums = [project(G.mT, G), project(epsilon, G), sum_squares(epsilon), sum_weights(log_scale)]
+        if reduce is not None:
+            sums = [reduce(x) for x in sums]
+        u, log_q, inverse = _solve(*sums, z, precision, P)
+        if kernels is None or precision:
+            theta = torch.addcmul(mean, scale, plus(epsilon, u if precision else z, factor, r))
+        ctx.save_for_backward(scale, factor, unit, epsilon, z, u, inverse)
+        ctx.precision, ctx.reduce, ctx.kernels = precision, reduce or (lambda x: x), kernels
         return theta, log_q
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, g_q: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        scale, G, unit, epsilon, z, u, inverse = ctx.saved_tensors
+        scale, factor, unit, epsilon, z, u, inverse = ctx.saved_tensors
+        if ctx.kernels is not None and not ctx.precision:
+            return *ctx.kernels.back(False, factor, scale, unit, epsilon, u, z, g, g_q), *[None] * 6
+        r = ratio(scale, unit, ctx.precision)
+        t = plus(epsilon, z if ctx.precision else u, factor, r)
+        pulled = torch.addcmul(g, t / scale, g_q.unsqueeze(-1), value=-1)
+        if not ctx.precision:
+            to_factor = (z.mT @ (pulled * unit)).mT if ctx.needs_input_grad[2] else None
+            return _summed(pulled), _summed(pulled * epsilon).mul_(scale), to_factor, *[None] * 6
+        own = pulled * scale
+        v = (ctx.reduce(project(own * r, factor)) @ inverse).to(u.dtype)
         if ctx.kernels is not None:
-            gradients = _back_by_kernels(ctx, g.contiguous(), g_q.contiguous())
-        else:
-            t = z if ctx.precision else u
-            t = torch.addmm(epsilon, t, G.mT) if t.shape[-1] else epsilon
-            pulled = torch.addcmul(g, t * scale.reciprocal(), g_q.unsqueeze(-1), value=-1)
-            to_mean = _summed(pulled)
-            if ctx.precision:
-                gradients = to_mean, *_back_precision(pulled, scale, G, unit, epsilon, u, inverse, ctx.reduce)
-            else:
-                to_factor = (z.mT @ (pulled * unit)).mT if ctx.needs_input_grad[2] else None
-                gradients = to_mean, _products(pulled, epsilon).mul_(scale), to_factor
-        return *gradients, *[None] * 6
-
-
-def _back_precision(
-    pulled: Tensor, scale: Tensor, G: Tensor, unit: Tensor, epsilon: Tensor, u: Tensor, inverse: Tensor,
-    reduce: Reduce | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    S, own = len(u), pulled * scale
-    projection = project(own, G)
-    v = ((projection if reduce is None else reduce(projection)) @ inverse).to(u.dtype)
-    sides = torch.cat([u, v])
-    Gu, Gv = (sides @ G.mT).split(S)
-    sides[S:].neg_()
-    wy = torch.cat([own - Gv, epsilon + Gu])
-    w, y = wy.split(S)
-    to_scale = _summed(own.mul_(y).addcmul_(w, Gu).addcmul_(y, Gv, value=-1))
-    return to_scale, (sides.mT @ wy.mul_(scale / unit)).mT
-
-
-def _back_by_kernels(ctx: Any, g: Tensor, g_q: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    scale, factor, unit, epsilon, z, u, inverse = ctx.saved_tensors
-    if not ctx.precision:
-        return ctx.kernels.back_covariance(scale, factor, unit, epsilon, u, z, g, g_q)
-    pulled, projection = ctx.kernels.pull(scale, factor, unit, epsilon, z, g, g_q)
-    v = ((projection if ctx.reduce is None else ctx.reduce(projection)) @ inverse).to(u.dtype)
-    return ctx.kernels.back_precision(scale, factor, unit, epsilon, u, v, pulled)
+            return *ctx.kernels.back(True, factor, scale, unit, epsilon, u, v, pulled, g_q), *[None] * 6
+        Gu, Gv = r * (u @ factor.mT), r * (v @ factor.mT)
+        w, y = own - Gv, epsilon + Gu
+        to_scale = _summed((own * y).addcmul_(w, Gu).addcmul_(y, Gv, value=-1))
+        to_factor = (torch.cat([u, -v]).mT @ torch.cat([w, y]).mul_(r)).mT
+        return _summed(pulled), to_scale, to_factor, *[None] * 6
 
 
 def _summed(x: Tensor) -> Tensor:
@@ -254,28 +189,20 @@ def _summed(x: Tensor) -> Tensor:
     return x[0] if len(x) == 1 else x.sum(0)
 
 
-def _products(x: Tensor, y: Tensor) -> Tensor:
-    """Return Σ_s x_s∘y_s, one draw after the other: [S, P], [S, P] → [P]."""
-    total = x[0] * y[0]
-    for one, other in zip(x[1:], y[1:], strict=True):
-        total.addcmul_(one, other)
-    return total
-
-
-def _solve(sums: Sums, z: Tensor, precision: bool, P: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return u = M⁻¹(z − p) [S, K], log q [S] and M⁻¹ [K, K]."""
-    quadratic, determinant, u, inverse = sums.squares, sums.log_scale, z, sums.gram
-    if K := z.shape[-1]:
-        # M ≥ I: only numbers that are not finite can make this fail, and then the bound is not finite either
-        L, _ = torch.linalg.cholesky_ex(sums.gram + torch.eye(K, dtype=torch.float64, device=z.device))
-        inverse = torch.cholesky_inverse(L)
-        p, wide = sums.projection, z.double()
-        solved = (wide - p) @ inverse
-        quadratic = quadratic + (p * wide + (p + wide @ sums.gram) * solved).sum(-1)
-        determinant = determinant + (-1 if precision else 1) * half_log_det(L)
-        u = solved.to(z.dtype)
+def _solve(
+    gram: Tensor, p: Tensor, squares: Tensor, log_scale: Tensor, z: Tensor, precision: bool, P: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return u = M⁻¹(z − p) [S, K], log q [S] and M⁻¹ [K, K], from GᵀG [K, K], p [S, K], ε·ε [S] and Σ log s."""
+    if z.shape[-1] == 0:
+        return z, (-0.5 * squares - log_scale - 0.5 * log(2 * pi) * P).to(z.dtype), gram
+    # M ≥ I: only numbers that are not finite can make this fail, and then the bound is not finite either
+    L, _ = torch.linalg.cholesky_ex(gram + torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+    inverse, wide = torch.cholesky_inverse(L), z.double()
+    u = (wide - p) @ inverse
+    quadratic = squares + (p * wide + (p + wide @ gram) * u).sum(-1)
+    determinant = log_scale + (-1 if precision else 1) * half_log_det(L)
     log_q = -0.5 * quadratic - determinant - 0.5 * log(2 * pi) * P
-    return u, log_q.to(z.dtype), inverse
+    return u.to(z.dtype), log_q.to(z.dtype), inverse
 
 
 def ratio(scale: Tensor, unit: Tensor, precision: bool) -> Tensor:
@@ -285,12 +212,11 @@ def ratio(scale: Tensor, unit: Tensor, precision: bool) -> Tensor:
 
 def _kernels(factor: Tensor) -> Any:
     """Return the module of Triton kernels if they serve this factor, else None."""
-    on_device = factor.is_cuda or _INTERPRETED
-    if factor.shape[-1] > MOST_COLUMNS or not on_device or factor.dtype != torch.float32 or not has_triton():
+    if not (factor.is_cuda or _INTERPRETED) or factor.dtype != torch.float32 or not has_triton():
         return None
     from . import triton_kernels  # Triton takes longer to import than all of the library
 
-    return triton_kernels
+    return triton_kernels if factor.shape[-1] <= triton_kernels.MOST_COLUMNS else None
 
 
 @cache

@@ -14,6 +14,7 @@ class PointMass(Density):
     """δ(θ − point): [P]. It has no density: the objective is E[log joint] without an entropy."""
 
     has_density = False
+    finite = True
 
     def __init__(self, point: Tensor):
         self.point = point
@@ -26,13 +27,9 @@ class PointMass(Density):
     def variance(self) -> Tensor:
         return torch.zeros_like(self.point)
 
-    @property
-    def finite(self) -> bool:
-        return True
-
     def draw(self, groups: int = 1, coupling: Coupling = naive, generator: torch.Generator | None = None) -> Draws:
         """Return `groups` draws, all the same and of equal weight."""
-        check_draw(groups, coupling, generator, self.point.device)
+        check_draw(groups, generator)
         return Draws(self.point.expand(groups, -1), self.point.new_full((groups,), 1 / groups))
 
     def covariance_block(self, rows: slice, columns: slice) -> Tensor:

@@ -1,7 +1,7 @@
 """A Gaussian in coordinates of its own: N(Qm, QΣQᵀ), with Q orthogonal and cheap."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,15 +10,12 @@ from torch import Tensor, nn
 
 from ..couplings import Coupling, naive
 from ..parameters import Parameters
-from .basis import Basis, Tensors, layout
+from .basis import Basis
 from .family import Draws, Family
-from .gaussian import Gaussian, LowRankCovariance
+from .gaussian import Gaussian
 from .mean_field import ScaledFamily
 from .normal import Diagonal, LowRank, NormalForm
 from .point import MAP
-
-#: rows of Q that are made at a time for a block of the covariance: memory
-CHUNK = 256
 
 
 class RotatedDensity(Gaussian):
@@ -35,10 +32,6 @@ class RotatedDensity(Gaussian):
     def location(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         with torch.enable_grad():  # a value without a graph must not be found by who wants one
             return self.basis(self.inner.mean)
-
-    @property
-    def P(self) -> int:
-        return self.inner.P
 
     @property
     def accurate(self) -> bool:
@@ -63,43 +56,14 @@ class RotatedDensity(Gaussian):
     def half_log_det(self) -> Tensor:
         return self.inner.half_log_det()
 
-    def low_rank(self) -> LowRankCovariance:
-        """Return a dense V [P, P + K], refused if P is large: Q has no low rank."""
-        self._check_dense("the covariance of a rotated family as diagonal plus low rank")
-        d, V, C = self.inner.low_rank()
-        columns = self.basis(torch.cat([torch.diag(d.sqrt()), V], -1).mT).mT
-        identity = torch.eye(len(d), dtype=C.dtype, device=C.device)
-        return LowRankCovariance(torch.zeros_like(d), columns, torch.block_diag(identity, C))
-
-    def precision_diagonal(self) -> Tensor:
-        rows = self._rows(slice(0, self.P))
-        return torch.cat([(row * self.inner.precision_product(row)).sum(-1) for row in rows])
+    def covariance_product(self, x: Tensor) -> Tensor:
+        return self.basis(self.inner.covariance_product(self.basis(x, back=True)))
 
     @property
     def variance(self) -> Tensor:
         d, V, C = self.inner.low_rank()
         QV = self.basis(V.mT).mT
         return self.basis(d, squared=True) + ((QV @ C) * QV).sum(-1)
-
-    def covariance_block(self, rows: slice, columns: slice) -> Tensor:
-        left, right = (torch.cat(list(self._rows(part))) for part in (rows, columns))
-        return self.inner.between(left, right)
-
-    def between(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.inner.between(self.basis(left, back=True), self.basis(right, back=True))
-
-    def trace(self, p: Gaussian) -> Tensor:
-        if isinstance(p, RotatedDensity) and p.basis is self.basis:
-            return self.inner.trace(p.inner)
-        return super().trace(p)
-
-    def _rows(self, part: slice) -> Iterable[Tensor]:
-        """Yield rows of Q, a few at a time: [c, P]."""
-        for start in range(part.start, part.stop, CHUNK):
-            stop = min(start + CHUNK, part.stop)
-            unit = self.location.new_zeros(stop - start, self.P)
-            unit[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
-            yield self.basis(unit, back=True)
 
 
 class Rotated(Family):
@@ -124,10 +88,6 @@ class Rotated(Family):
 
     def __init__(self, part: Family):
         super().__init__()
-        if not isinstance(part, Family):
-            raise TypeError(f"Rotated expects a family such as MeanField(), got {type(part).__name__}")
-        if part.space is not None:
-            raise ValueError("Rotated binds its part itself: give a recipe, such as MeanField()")
         self.part = part
 
     def initialise(self, parameters: Parameters, generator: torch.Generator | None) -> None:
@@ -162,17 +122,12 @@ class Rotated(Family):
         Args:
             change: an orthogonal R in the present coordinates for each axis, by the names of `basis.axes()`.
         """
-        step, matrices = copy.deepcopy(self.basis), {}
-        for axis in step.axes():
-            R = change.get(axis.name)
-            step.set({axis.name: torch.eye(axis.size) if R is None else R})
-            if R is not None:
-                Q = self.basis.matrix(axis).double() @ R.double()
-                matrices[axis.name] = 1.5 * Q - 0.5 * Q @ (Q.mT @ Q)
-        form = self.part.normal()
+        step, form = copy.deepcopy(self.basis), self.part.normal()
+        step.set(change)
         assert form is not None
         self.part.set_normal(_turned(form, step))
-        self.basis.set(matrices)
+        turned = {name: Q.double() @ change[name].double() for name, Q in self.basis.named_buffers()}
+        self.basis.set({name: 1.5 * Q - 0.5 * Q @ (Q.mT @ Q) for name, Q in turned.items()})
 
 
 def _turned(form: NormalForm, basis: Basis) -> NormalForm:
@@ -202,7 +157,7 @@ class Mean(NamedTuple):
     """A parameter [P] with a number for each weight, and the tensors that it is made of."""
 
     parameter: Tensor
-    tensors: list[Tensors]
+    space: Parameters
     #: other coordinates for the family, by matrices in the present ones; None if it has none
     turn: Callable[[Mapping[str, Tensor]], None] | None = None
 
@@ -214,8 +169,8 @@ def means_of(family: Family) -> list[Mean]:
         >>> import torch
         >>> from structvi import MeanField, Parameters
         >>> (mean,) = means_of(MeanField().bind(Parameters({"w": torch.zeros(3, 2)})))
-        >>> mean.parameter.shape, [axis.size for axis in mean.tensors[0].axes]
-        (torch.Size([6]), [3, 2])
+        >>> mean.parameter.shape, mean.space.names
+        (torch.Size([6]), ('w',))
     """
     found: dict[int, Mean] = {}
     parts = [part for part in family.modules() if isinstance(part, Family)]
@@ -223,5 +178,5 @@ def means_of(family: Family) -> list[Mean]:
     for part in parts:
         parameter = part.point if isinstance(part, MAP) else part.mean if isinstance(part, ScaledFamily) else None
         if isinstance(parameter, nn.Parameter) and part.space is not None and len(parameter) == part.space.size:
-            found[id(parameter)] = Mean(parameter, layout(part.space), turns.get(id(part)))
+            found[id(parameter)] = Mean(parameter, part.space, turns.get(id(part)))
     return list(found.values())

@@ -1,6 +1,6 @@
 """Families, priors and likelihoods as JSON, and back: by name, from an explicit list of classes, never by import.
 
-A description may come from anyone: `decode` makes an object of the requested kind, within bounds on its size.
+A description may come from anyone: `decode` makes an object of the requested kind, within a bound on its size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,11 +39,14 @@ _KINDS: dict[Kind, tuple[type, ...]] = {
     ),
 }  # fmt: skip
 _CLASSES = {cls.__name__: (kind, cls) for kind, classes in _KINDS.items() for cls in classes}
-_DISTRIBUTIONS: tuple[type[td.Distribution], ...] = (
-    td.Cauchy, td.Exponential, td.Gamma, td.HalfCauchy, td.HalfNormal, td.InverseGamma, td.Laplace, td.LogNormal,
-    td.MultivariateNormal, td.Normal, td.StudentT,
-)  # fmt: skip
-_SEQUENCES = {"tuple": tuple, "list": list, "frozenset": frozenset}
+_DISTRIBUTIONS: dict[str, type[td.Distribution]] = {
+    cls.__name__: cls
+    for cls in (
+        td.Cauchy, td.Exponential, td.Gamma, td.HalfCauchy, td.HalfNormal, td.InverseGamma, td.Laplace, td.LogNormal,
+        td.MultivariateNormal, td.Normal, td.StudentT,
+    )
+}  # fmt: skip
+_SEQUENCES = {"tuple": tuple, "list": list}
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)}
 #: errors of a constructor, or of the code here, for values that `encode` never wrote
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError, RecursionError)
@@ -65,19 +68,18 @@ def encode(value: Any) -> Any:
         return value
     if type(value) in (tuple, list):
         return {type(value).__name__: [encode(item) for item in value]}
-    if isinstance(value, frozenset):
-        return {"frozenset": [encode(item) for item in sorted(value)]}
     if isinstance(value, Mapping):  # pairs: the order of patterns counts, that of a JSON object is lost
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, Tensor):
         return {"tensor": [str(value.dtype), encode(value.detach().cpu().tolist())]}
-    if type(value) in _DISTRIBUTIONS:
-        arguments = {name: encode(getattr(value, name)) for name in _arguments(type(value))}
-        return {"distribution": [type(value).__name__, arguments]}
-    if _CLASSES.get(type(value).__name__, (None, None))[1] is type(value):
-        arguments = {name: encode(item) for name, item in configuration(value).items()}
-        return {"structvi": [type(value).__name__, arguments]}
-    raise OfYourOwn(getattr(value, "__name__", type(value).__name__))
+    name = type(value).__name__
+    if _DISTRIBUTIONS.get(name) is type(value):
+        arguments = {argument: encode(getattr(value, argument)) for argument in _arguments(type(value))}
+        return {"distribution": [name, arguments]}
+    if name in _CLASSES and _CLASSES[name][1] is type(value):
+        arguments = {argument: encode(item) for argument, item in configuration(value).items()}
+        return {"structvi": [name, arguments]}
+    raise OfYourOwn(getattr(value, "__name__", name))
 
 
 def _arguments(cls: Any) -> tuple[str, ...]:
@@ -85,16 +87,15 @@ def _arguments(cls: Any) -> tuple[str, ...]:
     return ("loc", "scale_tril") if cls is td.MultivariateNormal else tuple(cls.arg_constraints)
 
 
-def decode(value: Any, kind: Kind | None = None, patterns: int = 100) -> Any:
+def decode(value: Any, kind: Kind | None = None) -> Any:
     """Return the value that `encode` described; families are recipes, whatever they were.
 
     Args:
         value: the description.
         kind: of the value, and of every object in it; None for a value without objects.
-        patterns: the most entries of a dict: each has a tensor of its own.
 
     Raises:
-        ValueError: it describes nothing, something of another kind, or more than the bounds allow.
+        ValueError: it describes nothing, something of another kind, or more families than the bound allows.
 
     Example:
         >>> from structvi import MeanField
@@ -104,12 +105,12 @@ def decode(value: Any, kind: Kind | None = None, patterns: int = 100) -> Any:
     if kind is not None and not (isinstance(value, dict) and value.keys() == {"structvi"}):
         raise ValueError(f"expected a {kind}, got {brief(value)}")
     try:
-        return _build(value, kind, patterns)
+        return _build(value, kind)
     except MALFORMED as error:
         raise ValueError(f"{type(error).__name__}: {brief(str(error), 200)}") from None
 
 
-def _build(value: Any, kind: Kind | None, patterns: int) -> Any:
+def _build(value: Any, kind: Kind | None) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
@@ -117,36 +118,32 @@ def _build(value: Any, kind: Kind | None, patterns: int) -> Any:
             raise ValueError(f"a number that is not finite, or beyond 64 bits: {brief(value)}")
         return value
     ((tag, content),) = value.items()
-    if not isinstance(content, list):
-        raise ValueError(f"expected a list in {brief(value)}")
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_build(item, kind, patterns) for item in content)
+        return _SEQUENCES[tag](_build(item, kind) for item in content)
     if tag == "dict":
-        if kind is not None and len(content) > patterns:
-            raise ValueError(f"{len(content)} patterns for {patterns} tensors")
-        return {_build(key, kind, patterns): _build(item, kind, patterns) for key, item in content}
-    name, rest = content
+        return {_build(key, kind): _build(item, kind) for key, item in content}
+    name, described = content
     if tag == "tensor":
-        return torch.tensor(_build(rest, kind, patterns), dtype=_DTYPES[name])
-    arguments = {key: _build(item, kind, patterns) for key, item in rest.items()}
-    if tag == "structvi":
-        own, cls = _CLASSES[name]
-        if own != kind:
-            raise ValueError(f"expected {'a ' + kind if kind else 'no object'}, got the {own} {name}")
-        part, copies = arguments.get("part"), arguments.get("components")
-        inside = sum(isinstance(one, Family) for one in part.modules()) if isinstance(part, Family) else 0
-        if is_integer(copies) and copies * inside > FAMILIES:
-            raise ValueError(f"more than {FAMILIES} families in all")
-        return cls(**arguments)
+        return torch.tensor(_build(described, kind), dtype=_DTYPES[name])
+    arguments = {key: _build(item, kind) for key, item in described.items()}
     if tag == "distribution":
-        (cls,) = (one for one in _DISTRIBUTIONS if one.__name__ == name)
+        cls = _DISTRIBUTIONS[name]
         if arguments.keys() != set(_arguments(cls)):
             raise ValueError(f"{name} has the arguments {_arguments(cls)}, got {brief(list(arguments))}")
         shapes = {tuple(x.shape) for x in arguments.values() if isinstance(x, Tensor)}
         if len(shapes) > 1 and cls is not td.MultivariateNormal:  # broadcasting would make more than there is
             raise ValueError(f"the arguments of {name} differ in shape")
         return cls(**arguments)
-    raise ValueError(f"nothing that structvi writes: {brief(value)}")
+    if tag != "structvi":
+        raise ValueError(f"nothing that structvi writes: {brief(value)}")
+    own, cls = _CLASSES[name]
+    if own != kind:
+        raise ValueError(f"expected {'a ' + kind if kind else 'no object'}, got the {own} {name}")
+    part, copies = arguments.get("part"), arguments.get("components")
+    inside = sum(isinstance(one, Family) for one in part.modules()) if isinstance(part, Family) else 0
+    if is_integer(copies) and copies * inside > FAMILIES:
+        raise ValueError(f"more than {FAMILIES} families in all")
+    return cls(**arguments)
 
 
 @contextmanager
@@ -158,5 +155,5 @@ def refusing(path: Any) -> Iterator[None]:
         raise
     except MALFORMED as error:
         raise CheckpointError(
-            f"{path} does not describe what structvi writes: {type(error).__name__} {brief(str(error), 400)}"
+            f"{path} cannot be loaded, it is not as structvi writes it: {type(error).__name__} {brief(str(error), 400)}"
         ) from None

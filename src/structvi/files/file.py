@@ -8,10 +8,9 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,9 +19,7 @@ from torch import Tensor
 #: the version of the format that this module writes, and the only one that it reads
 FORMAT = 2
 #: bytes of a tensor that are looked at, and copied, at once
-PIECE = 2**22
-#: bytes of the longest description: a hundred thousand tensors' names and shapes take about as many
-LONGEST = 10_000_000
+PIECE = 4_000_000
 #: how safetensors names dtypes
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -30,9 +27,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-#: tensor names with their shape and dtype, "torch.float32"
-Table = dict[str, tuple[tuple[int, ...], str]]
 
 
 class CheckpointError(ValueError):
@@ -65,8 +59,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no directory {Path(path).parent}; make it first")
     if target.exists() and not target.is_file():
-        kind = "directory" if target.is_dir() else "device"
-        raise IsADirectoryError(f"cannot write {path}: it is a {kind}; give the name of a file in it")
+        raise IsADirectoryError(f"cannot write {path}: it is a directory or a device; give the name of a file in it")
     # the largest elements first, so that each tensor begins at a multiple of its own
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
@@ -75,11 +68,9 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
         tensor = tensors[name]
         if tensor.layout != torch.strided or tensor.dtype not in _NAMES:
             raise TypeError(f"cannot write {path}: {name} is a {tensor.layout} tensor of {tensor.dtype}")
-        offsets = [place, place := place + tensor.numel() * tensor.element_size()]
+        offsets = [place, place := place + tensor.nbytes]
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = _canonical({"description": description, "format": FORMAT, "sha256": digest(tensors, description)})
-    if len(text) > LONGEST:
-        raise ValueError(f"cannot write {path}: its description takes {len(text)} bytes, at most {LONGEST} are read")
     head = _canonical({"__metadata__": {"structvi": text}, **header}).encode()
     head += b" " * (-len(head) % 8)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -95,8 +86,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
         left = "the file that was there is untouched" if target.exists() else "no file was made"
         raise OSError(error.errno, f"cannot write {path}: {error.strerror or error}; {left}") from error
     finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     if os.name == "posix":  # the rename itself, which Windows has no way to flush
         handle = os.open(target.parent, os.O_RDONLY)
         try:
@@ -111,57 +101,32 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     Raises:
         CheckpointError: the file is missing, damaged, of another version or of another kind.
     """
-    with opened(path) as stored:
-        return stored.tensors(), stored.description
-
-
-class Stored(NamedTuple):
-    """An open file whose header fits it; its tensors have not been read, nor is its SHA-256 checked."""
-
-    description: dict[str, Any]
-    table: Table
-    tensors: Callable[[], dict[str, Tensor]]
-
-
-@contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[Stored]:
-    """Open a file, and check its header before memory is taken for the tensors.
-
-    Raises:
-        CheckpointError: as `read`, but for damage that only the SHA-256 shows.
-    """
     if not os.path.exists(path):
         raise MissingFile(f"cannot read {path}: there is no such file")
-    if not os.path.isfile(path):
+    if not os.path.isfile(path):  # a pipe would wait, a device may have no end
         raise CheckpointError(f"cannot read {path}: it is a directory, a pipe or a device, not a file")
     try:
         with safe_open(path, framework="pt") as file:
-            description, sha = _envelope(file.metadata(), path)
-            table: Table = {}
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                part = file.get_slice(name)
-                if part.get_dtype() not in DTYPES:
-                    raise CheckpointError(f"{path} is damaged: {brief(name)} has the dtype {brief(part.get_dtype())}")
-                table[name] = tuple(part.get_shape()), str(DTYPES[part.get_dtype()])
-
-            def tensors() -> dict[str, Tensor]:
-                found = {name: file.get_tensor(name).clone() for name in table}  # the file may change later
-                if digest(found, description) != sha:
-                    raise CheckpointError(
-                        f"{path} is damaged: its content does not have the SHA-256 that was written with it"
-                    )
-                return found
-
-            yield Stored(description, table, tensors)
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is damaged, or no safetensors file ({brief(str(error), 200)}); structvi does not unpickle what "
-            "torch.save writes"
-        ) from None
+            envelope = json.loads((file.metadata() or {}).get("structvi", "{}"))
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-    except MemoryError:
-        raise CheckpointError(f"there is no memory for the tensors in {path}") from None
+    except (SafetensorError, ValueError, KeyError, RecursionError) as error:
+        said = brief(str(error), 200)
+        raise CheckpointError(
+            f"{path} is damaged, or no safetensors file ({said}); structvi does not unpickle what torch.save writes"
+        ) from None
+    if not isinstance(envelope, dict) or "format" not in envelope:
+        raise CheckpointError(f'{path} was not written by structvi: its metadata have no description in "structvi"')
+    if envelope["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format version {brief(envelope['format'])}, this structvi reads {FORMAT}: read it with the "
+            "structvi that wrote it"
+        )
+    description = envelope.get("description")
+    if not isinstance(description, dict) or digest(tensors, description) != envelope.get("sha256"):
+        raise CheckpointError(f"{path} is damaged: its content does not have the SHA-256 that was written with it")
+    return tensors, description
 
 
 def digest(tensors: Mapping[str, Tensor], description: Any = None) -> str:
@@ -199,8 +164,7 @@ def all_finite(tensor: Tensor) -> bool:
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Give the tensor in parts of a few rows: a copy of one takes little memory."""
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
-    size = rows[:1].numel() * rows.element_size()
-    yield from rows.split(max(1, PIECE // max(1, size)))
+    yield from rows.split(max(1, PIECE // max(1, rows[:1].nbytes)))
 
 
 def _bytes(tensor: Tensor) -> Iterator[memoryview]:
@@ -211,25 +175,3 @@ def _bytes(tensor: Tensor) -> Iterator[memoryview]:
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _envelope(metadata: Mapping[str, str] | None, path: Any) -> tuple[dict[str, Any], str]:
-    """Return the description of a file, and the SHA-256 that it should have."""
-    text = (metadata or {}).get("structvi")
-    if text is None:
-        raise CheckpointError(f'{path} was not written by structvi: its metadata lack the entry "structvi"')
-    if len(text) > LONGEST:
-        raise CheckpointError(f"{path} is damaged: its description takes {len(text)} bytes, at most {LONGEST} are read")
-    try:
-        envelope = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: its description is no JSON ({error})") from None
-    match envelope:
-        case {"description": dict() as description, "format": version, "sha256": str() as sha}:
-            if version is True or version != FORMAT:
-                raise CheckpointError(
-                    f"{path} has format version {brief(version)}, this structvi reads {FORMAT}: read it with the "
-                    "structvi that wrote it"
-                )
-            return description, sha
-    raise CheckpointError(f"{path} is damaged: its description is not as structvi writes it")

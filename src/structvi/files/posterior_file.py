@@ -1,8 +1,8 @@
 """Save and load: a posterior as one file of tensors and a description, without code.
 
-`load` checks everything before it makes anything: the header fits the file, the description is one of a posterior, the
-network is the one that was saved, and the header has the tensors that the family, bound on the meta device, would have.
-Then it reads the tensors, and checks their SHA-256 and values.
+`load` checks before it makes anything: the header fits the file, the description is one of a posterior, and the network
+is the one that was saved. Tensors are read with their SHA-256, and given to a family on the meta device, which takes no
+memory. Only if they are the tensors of that family, a family is made for them.
 """
 
 import os
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
-from ..models.calibration import Calibration, Conformal
+from ..models.calibration import Calibration
 from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors import Prior
 from ..networks.call import alone_with, padding_rows
@@ -23,9 +23,9 @@ from ..networks.learned_variance import LearnedVariance
 from ..networks.out_of_distribution import OutOfDistribution
 from ..parameters import Parameters
 from ..result import Status
-from ..util.checks import check_one_of, is_integer
+from ..util.checks import check_one_of
 from .describe import Kind, OfYourOwn, decode, encode, refusing
-from .file import CheckpointError, Table, all_finite, brief, digest, opened, write
+from .file import CheckpointError, all_finite, brief, digest, read, write
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -35,14 +35,11 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 KIND = "posterior"
 PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
-FIELDS = {
-    "kind", *PARTS, "forward", "random", "hash", "model", "modes", "calibration", "chosen_on", "fit_status", "variance",
-    "ood",
-}  # fmt: skip
+Table = dict[str, tuple[Any, ...]]
 #: tensors of no part: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
-#: at most 512 hashes of held-out rows, see `predict/calibration.py`
-FINGERPRINT = re.compile(r"([0-9a-f]{8}(,[0-9a-f]{8}){0,511})?")
+#: hashes of held-out rows, see `predict/calibration.py`
+FINGERPRINT = re.compile("([0-9a-f]{8}(,[0-9a-f]{8})*)?")
 #: lines of differences in a message
 LINES = 20
 
@@ -51,22 +48,19 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     """Write a posterior to one file, see `Posterior.save`."""
     posterior.check_whole()
     check_one_of("network", network, ("store", "hash"))
-    model, calibration, learned = posterior.model, posterior.calibration, posterior.learned_variance
+    model, status = posterior.model, posterior.fit_status
+    calibration, tensors = describe_calibration(posterior.calibration)
+    for part, module in _modules(posterior).items():
+        tensors |= _prefixed(part, module.state_dict())
+        if not all(map(all_finite, module.state_dict().values())):
+            raise ValueError(f"the {part} has values that are not finite: save a posterior whose fit has not failed")
     with alone_with(model.net):  # no call has drawn weights in it
         random, held = _tensors_of(model.net, model.net_space.names)
-    parts = {"family": posterior.family, "likelihood": model.likelihood, "prior": model.prior}
-    tensors: dict[str, Tensor] = {}
-    for part, module in parts.items():
-        own = _state(module)
-        if not all(map(all_finite, own.values())):
-            raise ValueError(f"the {part} has values that are not finite: save a posterior whose fit has not failed")
-        tensors |= _prefixed(part, own)
-    tensors |= _prefixed("network", held) if network == "store" else {}
+    if network == "store":
+        tensors |= _prefixed("network", held)
     if model.linearised_at is not None:
         tensors[LINEARISED] = model.linearised_at
-    tensors |= _prefixed("variance", _state(learned)) | _prefixed("ood", _state(posterior.ood))
-    if calibration is not None and calibration.conformal is not None:
-        tensors[SCORES] = calibration.conformal.values
+    variance, ood = posterior.learned_variance, posterior.ood
     options = {
         "num_data": model.known_num_data, "keys": model.keys, "evaluation": model.evaluation.mode,
         "chunk": model.evaluation.chunk, "checkpoint_activations": model.checkpoint_activations,
@@ -74,20 +68,22 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     }  # fmt: skip
     description = {
         "kind": KIND,
-        **{part: describe_part(value) for part, value in {**parts, "forward": model.user_forward}.items()},
+        "family": describe_part(posterior.family),
+        "likelihood": describe_part(model.likelihood),
+        "prior": describe_part(model.prior),
+        "forward": describe_part(model.user_forward),
         "random": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in random.items()],
         "hash": digest(held) if network == "hash" else None,
         "model": encode(options),
         "modes": encode({"dropout": posterior.dropout, "batch_norm": posterior.batch_norm}),
-        "calibration": None if calibration is None else calibration.described(),
+        "calibration": calibration,
         "chosen_on": posterior.chosen_on,
-        "variance": None if learned is None else [learned.layer, *learned.slope.shape],
-        "ood": None if posterior.ood is None else [posterior.ood.layer, *posterior.ood.means.shape],
-        "fit_status": None if posterior.fit_status is None else str(posterior.fit_status),
+        "variance": None if variance is None else [variance.layer, *variance.slope.shape],
+        "ood": None if ood is None else [ood.layer, *ood.means.shape],
+        "fit_status": None if status is None else str(status),
     }
-    for part in PARTS:  # what `load` would refuse
-        if "value" in description[part]:
-            decode(description[part]["value"], part, _patterns(random))
+    if "value" in description["family"]:  # `load` would refuse more families than it counts
+        decode(description["family"]["value"], "family")
     write(path, tensors, description)
 
 
@@ -100,95 +96,106 @@ def load(
     prior: Prior | None = None,
     likelihood: Callable[[Any, Any], Tensor] | None = None,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    device: torch.device | str | None = None,
 ) -> AnyPosterior:
     """Return the posterior of a file, see `structvi.load`; `kind` is the class, made of a model and a family."""
     if family is not None and not isinstance(family, Family):
         raise TypeError(f"family must be a family such as MeanField(), got {family!r}")
     given = {"family": family, "likelihood": likelihood, "prior": prior, "forward": forward}
-    with opened(path) as stored:
-        saved = stored.description
-        if saved.get("kind") != KIND:
-            raise CheckpointError(f"{path} holds no posterior of a network, but {brief(saved.get('kind'))}")
-        with refusing(path):
-            if saved.keys() != FIELDS:
-                raise ValueError(f"expected the fields {sorted(FIELDS)}, got {brief(sorted(saved), 400)}")
-            needed = [f"the {part} ({brief(own, 200)})" for part in given if (own := _own(saved[part], given[part]))]
-            there = {str(name): (tuple(shape), str(dtype)) for name, shape, dtype in saved["random"]}
-        if needed:
-            asked = ", ".join(f"{one.split(' ')[1]}=…" for one in needed)
-            raise ValueError(
-                f"{path}: what you wrote yourself is not in the file, {', '.join(needed)}; give it again: "
-                f"load(path, net, {asked})"
-            )
-        random, held = _tensors_of(net, there)
-        here = table(held)
-        inside = under("network", stored.table) if saved["hash"] is None else here
-        if different := differences({**there, **inside}, {**table(random), **here}):
-            raise ValueError(f"{path} was saved with another network. Its tensors are\n" + "\n".join(different))
-        if saved["hash"] not in (None, digest(held)):
-            raise ValueError(
-                f"{path} holds the hash of the network's tensors that are not random, and here they have other values: "
-                "give the network as it was when the posterior was saved"
-            )
-        space = Parameters(random, net=net)
-        with refusing(path):
-            parts: dict[Kind, Any] = {
-                part: decode(saved[part]["value"], part, _patterns(random)) if given[part] is None else given[part]
-                for part in PARTS
-            }
-            options = decode(saved["model"]) | ({} if forward is None else {"keys": None, "forward": forward})
-            model = BayesianModel(net, parts["likelihood"], parts["prior"], parameters=space, **options)
-            decode(saved["forward"].get("value"))
-            status = None if saved["fit_status"] is None else Status(saved["fit_status"])
-            chosen_on = saved["chosen_on"]
-            if chosen_on is not None and not (isinstance(chosen_on, str) and FINGERPRINT.fullmatch(chosen_on)):
-                raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(chosen_on)}")
-            expected = _expected(saved["calibration"], parts, model, stored.table)
-            learned = _without_numbers(LearnedVariance, saved["variance"], space)
-            ood = _without_numbers(OutOfDistribution, saved["ood"], space)
-            expected |= _prefixed("variance", table(_state(learned))) | _prefixed("ood", table(_state(ood)))
-        expected |= {} if saved["hash"] is not None else _prefixed("network", here)
-        if different := differences(stored.table, expected):
-            ours = all(value is None for value in given.values())
-            text = f"{path} holds other tensors than these parts have. They are\n" + "\n".join(different)
-            raise (CheckpointError if ours else ValueError)(text)
-        tensors = stored.tensors()
-    for name, tensor in tensors.items():
-        part = name.split(".")[0]
-        if part != "network" and given.get(part) is None and not all_finite(tensor):
-            raise CheckpointError(f"{path} has values that are not finite in {brief(name)}")
+    tensors, saved = read(path)
+    _check_own_parts(saved, given, path)
+    random, held = _check_network(saved, net, under("network", tensors), path)
     with refusing(path):
-        calibration = loaded_calibration(saved["calibration"], tensors.get(SCORES), model.likelihood)
-        if not parts["family"].is_bound:
-            parts["family"] = parts["family"].bind(model.space, torch.Generator().manual_seed(0))
-        for part, module in parts.items():
-            if isinstance(module, nn.Module):
-                module.load_state_dict(under(part, tensors), assign=True)  # with the dtypes of the file
-                module.to(space.device)
-        posterior = kind(model, parts["family"], **decode(saved["modes"]))
-    posterior.calibration, posterior.chosen_on, posterior.fit_status = calibration, chosen_on, status
-    for part, module in {"variance": learned, "ood": ood}.items():
-        if module is not None:
-            module.load_state_dict(under(part, tensors), assign=True)
+        own = {part: decode(saved[part]["value"], part) if given[part] is None else given[part] for part in PARTS}
+        space, options, recipe = Parameters(random, net=net), decode(saved["model"]), own["family"]
+        model = BayesianModel(net, own["likelihood"], own["prior"], parameters=space, forward=forward, **options)
+        shapes = recipe if recipe.is_bound else recipe.bind(_Shapes(model.space))
+        posterior = kind(model, shapes, **decode(saved["modes"]))
+        posterior.learned_variance = _of_features(LearnedVariance, saved["variance"], space, net)
+        posterior.ood = _of_features(OutOfDistribution, saved["ood"], space, net)
+        posterior.fit_status = None if saved["fit_status"] is None else Status(saved["fit_status"])
+        posterior.chosen_on = saved["chosen_on"]
+        if posterior.chosen_on is not None and not FINGERPRINT.fullmatch(posterior.chosen_on):
+            raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(posterior.chosen_on)}")
+        if forward is None and saved["forward"] != {"value": None}:
+            raise ValueError(f"expected no function, got {brief(saved['forward'])}")
+        posterior.calibration = loaded_calibration(saved["calibration"], tensors.get(SCORES), model.likelihood)
+        _set_tensors(posterior, tensors)
+        if not recipe.is_bound:  # with memory now: the file has as many numbers
+            posterior.family = recipe.bind(model.space, torch.Generator().manual_seed(0))
+            posterior.family.load_state_dict(under("family", tensors), assign=True)
+        for module in _modules(posterior).values():
             module.to(space.device)
-    posterior.learned_variance, posterior.ood = learned, ood
-    if model.linearised_at is not None:
-        model.linearised_at = tensors[LINEARISED].to(model.linearised_at)
     with torch.no_grad():
         for name, tensor in under("network", tensors).items():
             held[name].copy_(tensor)
-    return posterior
+    return posterior if device is None else posterior.to(device)
 
 
-def _without_numbers(kind: Callable[..., AnyModule], description: Any, space: Parameters) -> AnyModule | None:
+def _check_own_parts(saved: dict[str, Any], given: Mapping[str, Any], path: Any) -> None:
+    """Raise if the description is none of a posterior, or has a part that the user has to give."""
+    if saved.get("kind") != KIND:
+        raise CheckpointError(f"{path} holds no posterior of a network, but {brief(saved.get('kind'))}")
+    with refusing(path):
+        needed = {part: saved[part]["own"] for part in given if given[part] is None and "own" in saved[part]}
+    if needed:
+        asked = ", ".join(f"{part}=<{brief(own)}>" for part, own in needed.items())
+        raise ValueError(f"{path}: what you wrote yourself is not in the file; give it again: load(path, net, {asked})")
+
+
+def _check_network(
+    saved: Mapping[str, Any], net: nn.Module, stored: Mapping[str, Tensor], path: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the network's random tensors and its others; raise if it is not the network that was saved."""
+    with refusing(path):
+        there = {str(name): (tuple(shape), str(dtype)) for name, shape, dtype in saved["random"]}
+        sha = saved["hash"]
+    random, held = _tensors_of(net, there)
+    here = table(held) if sha is None else {}
+    if different := differences({**there, **table(stored)}, {**table(random), **here}):
+        raise ValueError(f"{path} was saved with another network. Its tensors are\n" + "\n".join(different))
+    if sha not in (None, digest(held)):
+        raise ValueError(
+            f"{path} holds the hash of the network's tensors that are not random, and here they have other values: "
+            "give the network as it was when the posterior was saved"
+        )
+    return random, held
+
+
+def _of_features(kind: Callable[..., AnyModule], described: Any, space: Parameters, net: nn.Module) -> AnyModule | None:
     """Return what was learned from a layer's features, of the shapes in a file and without numbers."""
-    if description is None:
+    if described is None:
         return None
-    layer, *sizes = description
-    if not isinstance(layer, str) or len(sizes) != 2 or not all(is_integer(size) and size < 2**24 for size in sizes):
-        raise ValueError(f"expected the name of a layer and two sizes, got {brief(description)}")
+    net.get_submodule(described[0])
     with torch.device("meta"):
-        return kind(layer, *sizes).to(space.dtype)
+        return kind(*described).to(space.dtype)
+
+
+def _set_tensors(posterior: "Posterior", tensors: Mapping[str, Tensor]) -> None:
+    """Give all parts their tensors, in the precision of the file; raise if there are others, or of other shapes."""
+    model, parts = posterior.model, _modules(posterior)
+    if model.linearised_at is not None:
+        model.linearised_at = tensors[LINEARISED].view_as(model.linearised_at).to(model.linearised_at)
+    for name, tensor in tensors.items():
+        part = name.split(".")[0]
+        if part not in (*parts, "network") and name != SCORES and (name != LINEARISED or model.linearised_at is None):
+            raise ValueError(f"{brief(name)} belongs to no part")
+        if part != "network" and not all_finite(tensor):
+            raise ValueError(f"{brief(name)} has values that are not finite")
+        if part == "family" and tensor.dtype != posterior.space.dtype:
+            raise ValueError(f"{brief(name)} is in {tensor.dtype}, the network in {posterior.space.dtype}")
+    for part, module in parts.items():
+        module.load_state_dict(under(part, tensors), assign=True)
+
+
+def _modules(posterior: "Posterior") -> dict[str, nn.Module]:
+    """Return the parts with tensors of their own, by the name in front of these."""
+    model = posterior.model
+    parts = {
+        "family": posterior.family, "likelihood": model.likelihood, "prior": model.prior,
+        "variance": posterior.learned_variance, "ood": posterior.ood,
+    }  # fmt: skip
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def describe_part(part: Any) -> dict[str, Any]:
@@ -220,9 +227,8 @@ class _Shapes(Parameters):
 
     def __init__(self, space: Parameters):
         vars(self).update(vars(space))
-        self._whole, self._subsets = space, {}
-        self.initial, self._scales = space.initial.to("meta"), space.scales.to("meta")
-        self.device = self.initial.device
+        self._whole, self._subsets, self.initial = space, {}, space.initial.to("meta")
+        self._scales, self.device = self.initial.new_empty(len(space)), self.initial.device
 
     @property
     def scale(self) -> Tensor:
@@ -262,51 +268,32 @@ def differences(saved: Mapping[str, tuple[Any, ...]], here: Mapping[str, tuple[A
     """
     lines = []
     for name in {**saved, **here}:
-        a, b = (brief(" ".join(map(str, one.get(name, ("no such tensor",)))), 200)[1:-1] for one in (saved, here))
+        a, b = (" ".join(map(str, one.get(name, ["no such tensor"]))) for one in (saved, here))
         if a != b:
-            lines.append(f"  {brief(name, 200)}: {a} in the file, {b} here")
-    return lines if len(lines) <= LINES else [*lines[:LINES], f"  … and {len(lines) - LINES} more"]
+            lines.append(f"  {brief(name)}: {a:.80} in the file, {b:.80} here")
+    return lines[:LINES]
+
+
+def describe_calibration(calibration: Calibration | None) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """Return what `loaded_calibration` takes: a description, and the scores of conformal sets, if there are some."""
+    if calibration is None:
+        return None, {}
+    scores = calibration.conformal
+    return calibration.described(), {} if scores is None else {SCORES: scores.values}
 
 
 def loaded_calibration(described: Any, scores: Tensor | None, likelihood: Any) -> Calibration | None:
-    """Return a file's calibration; raise ValueError if it cannot be one of the likelihood's targets."""
+    """Return the calibration of a file; raise ValueError if it cannot be one of the likelihood's targets."""
     if (described is not None and described["conformal"] is not None) != (scores is not None):
         raise ValueError("conformal scores and their description go together")
     if described is None:
         return None
-    found = Calibration.of(described, scores)
-    one, two, labels = found.adjustment, found.conformal, isinstance(likelihood, Categorical | Bernoulli)
-    if labels or isinstance(likelihood, Gaussian | Poisson | StudentT):
-        if one is not None and (one.kind == "temperature") != labels:
-            raise ValueError(f"{type(likelihood).__name__} has no {one.kind}")
-        if two is not None and (two.form == "number") == labels:
-            raise ValueError(f"conformal scores of a {two.form} are not those of {type(likelihood).__name__}")
-    return found
-
-
-def _expected(calibration: Any, parts: Mapping[Kind, Any], model: BayesianModel, found: Table) -> Table:
-    """Return the tensors that a file must have beside the network's."""
-    family, expected = parts["family"], Table()
-    for part in ("likelihood", "prior"):
-        for name, (shape, dtype) in _prefixed(part, table(_state(parts[part]))).items():
-            # learned numbers may be of another precision than a new one has
-            _, other = found.get(name, (shape, dtype))
-            expected[name] = shape, other if "float" in dtype and "float" in other else dtype
-    own = table(family.state_dict()) if family.is_bound else shapes_of(family, model.space)
-    expected |= _prefixed("family", own)
-    if model.linearised_at is not None:
-        expected |= table({LINEARISED: model.linearised_at})
-    if calibration is not None and calibration["conformal"] is not None:
-        expected[SCORES] = (Conformal.size(*calibration["conformal"]),), str(torch.float64)
-    return expected
-
-
-def _own(described: Any, given: Any) -> str | None:
-    """Return the name of a part that the user has to give."""
-    ((form, value),) = described.items()
-    if form not in ("own", "value"):
-        raise ValueError(f"expected a value or a name, got {brief(form)}")
-    return str(value) if form == "own" and given is None else None
+    kinds = {part[0] for part in (described["adjustment"], described["conformal"]) if part is not None}
+    if isinstance(likelihood, Categorical | Bernoulli) and kinds & {"scale", "number"}:
+        raise ValueError(f"{type(likelihood).__name__} has labels, and the calibration is of numbers")
+    if isinstance(likelihood, Gaussian | Poisson | StudentT) and kinds & {"temperature", "label", "mask"}:
+        raise ValueError(f"{type(likelihood).__name__} has numbers, and the calibration is of labels")
+    return Calibration.of(described, scores)
 
 
 def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -322,14 +309,5 @@ def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor]
     return random, {**parameters, **buffers, **rows}
 
 
-def _state(part: Any) -> dict[str, Tensor]:
-    return part.state_dict() if isinstance(part, nn.Module) else {}
-
-
 def _prefixed(part: str, named: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{part}.{name}": value for name, value in named.items()}
-
-
-def _patterns(random: Mapping[str, Tensor]) -> int:
-    """Return the most patterns with a tensor of their own: the network's, and a few that a likelihood adds."""
-    return len(random) + 100

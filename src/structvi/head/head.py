@@ -33,7 +33,7 @@ from ..predict.predictive import Predictive
 from ..result import Result, Status
 from ..train.checks import remember_choice
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
-from ..util.checks import check_integer, check_seed, with_hints
+from ..util.checks import check_integer, check_seed
 from .layer_data import LayerData
 from .rows import check_head, log_noise_of, passes, rows_of
 
@@ -69,7 +69,6 @@ class HeadResult(Result):
     gain: tuple[float, float] | None = None
 
 
-@with_hints
 def fit_head(
     posterior: "Posterior",
     loader: Iterable[Any],

@@ -52,9 +52,7 @@ class Maps:
             parts = predictive.mutual_information, predictive.expected_entropy
         mean, *parts = (part.detach().cpu().float() for part in (predictive.mean, *parts))
         if mean.ndim < 3:
-            raise ValueError(
-                f"maps are of images, a prediction for every pixel: got a mean of shape {tuple(mean.shape[1:])}"
-            )
+            raise ValueError(f"maps are of images, a prediction for every pixel: got {tuple(mean.shape[1:])}")
         if kind != "classes":  # [B, channels, ..], as the mean
             parts = [part.mean(1) for part in parts]
         if kind == "numbers":

@@ -45,10 +45,7 @@ class Scan:
         """The voxels of one channel as class labels, [x, y, z] of integers."""
         whole = np.round(self.voxels)
         if len(whole) != 1 or not bool(np.abs(self.voxels - whole).max() <= 1e-3):  # NaN is no whole number
-            raise ValueError(
-                f"{self.path}: expected one channel of whole numbers, got {len(whole)} channels with values from "
-                f"{self.voxels.min():.4g} to {self.voxels.max():.4g}; resample labels with the nearest neighbour"
-            )
+            raise ValueError(f"{self.path}: expected one channel of whole numbers; resample with the nearest neighbour")
         return torch.from_numpy(whole[0].astype(np.int64))
 
     @property
@@ -74,8 +71,6 @@ def read_nifti(path: str | os.PathLike[str]) -> Scan:
     if not isinstance(image, nibabel.Nifti1Image):  # Nifti2Image is one
         raise TypeError(f"{path} is {type(image).__name__}, not NIfTI: convert it, with nibabel or dcm2niix")
     values = np.asarray(image.dataobj)
-    if values.ndim == 5 and values.shape[3] == 1:  # vectors stand on the fifth axis
-        values = values[:, :, :, 0]
     if values.ndim not in (3, 4) or values.dtype.kind not in "fiu":
         raise ValueError(
             f"{path}: expected numbers [x, y, z] or [x, y, z, channels], got {values.dtype} {values.shape}"
@@ -97,10 +92,7 @@ def write_nifti(path: str | os.PathLike[str], values: Tensor | np.ndarray, like:
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     spatial = like.voxels.shape[1:]
     if array.ndim not in (3, 4) or array.shape[-3:] != spatial:
-        raise ValueError(
-            f"expected [x, y, z] or [channels, x, y, z] with the scan's {spatial} voxels ({like.path.name}), got "
-            f"{array.shape}; was it resampled or cropped? Then its affine is another"
-        )
+        raise ValueError(f"expected the scan's {spatial} voxels, got {array.shape}; was it resampled or cropped?")
     kind = np.float32
     if array.dtype.kind in "biu":
         low, high = int(array.min()), int(array.max())

@@ -18,8 +18,8 @@ from .maps import Maps, most_uncertain
 
 #: voxels on a side that are shown; of longer sides every second, third, .. voxel, which keeps pages below about 20 MB
 LONGEST = 192
-#: darkest and lightest of the input: these quantiles
-WINDOW = (0.005, 0.995)
+#: of the input's values this share is darker than the darkest grey, and lighter than the lightest
+BEYOND = 0.005
 
 
 def write_page(
@@ -57,10 +57,7 @@ def write_page(
     path, shape = Path(path), maps.shape
     came = [tuple(one.shape) for one in (volume, truth) if one is not None]
     if len(shape) != 3 or came[0][1:] != shape or came[-1][-3:] != shape:
-        raise ValueError(
-            f"expected a volume [channels, x, y, z], and an annotation if there is one, with the maps' voxels {shape}, "
-            f"got {came}; for images: plots.uncertainty_map"
-        )
+        raise ValueError(f"expected a volume [channels, x, y, z] with the maps' voxels {shape}, got {came}")
     step = [-(-length // LONGEST) for length in shape]
     thin = (..., *(slice(None, None, s) for s in step))
     layers = [_grey("input", volume[0][thin])]
@@ -104,7 +101,7 @@ def _layer(name: str, kind: str, values: Tensor, low: float, high: float, unit: 
 def _grey(name: str, values: Tensor) -> dict[str, Any]:
     """Return a layer from the darkest to the lightest, but for a few voxels."""
     finite = values[values.isfinite()].detach().cpu().numpy()
-    low, high = np.quantile(finite, WINDOW).tolist() if len(finite) else (0.0, 1.0)
+    low, high = np.quantile(finite, (BEYOND, 1 - BEYOND)).tolist() if len(finite) else (0.0, 1.0)
     return _layer(name, "grey", values, low, high)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from .maps import Maps
 SLIGHT = 0.01
 
 
-@dataclass(frozen=True)
-class Referral:
+class Referral(NamedTuple):
     """The gain from handing the cases with the lowest expected Dice to a human.
 
     Args:
@@ -118,10 +117,7 @@ def by_structure(
         which = [c for c in range(len(p)) if not classes or c != background]
         names = [f"{'class' if classes else 'channel'} {c}" for c in which] if names is None else names
         if len(names) != len(which):
-            raise ValueError(
-                f"{len(names)} names for {len(which)} structures: {list(names)}; of {len(p)} classes the "
-                f"background ({background}) has none, give background=None to count it"
-            )
+            raise ValueError(f"{len(names)} names for {len(which)} structures; the background ({background}) has none")
         histograms = histograms or [CalibrationHistogram() for _ in which]
         own, label = p[which], torch.tensor(which).reshape(-1, *[1] * (p.ndim - 1))
         found, drawn = (p.argmax(0) == label, t == label) if classes else (own > 0.5, t == 1)  # [K, ..]

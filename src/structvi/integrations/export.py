@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical
 from torch.export import Dim, ExportedProgram
-from torch.func import functional_call, vjp
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ..models import likelihoods
@@ -41,27 +39,16 @@ class FixedPredictive(nn.Module):
     Args:
         chunks: the draws, of a posterior that is copied, not changed.
         calibration: of the predictions, if any.
-        inputs: arguments and keywords of the network, at the only batch size that a linearised network then takes.
     """
 
-    def __init__(self, chunks: WeightDraws, calibration: Calibration | None, inputs: tuple[Any, dict[str, Any]]):
+    def __init__(self, chunks: WeightDraws, calibration: Calibration | None):
         super().__init__()
         posterior, model = chunks.posterior, chunks.posterior.model
-        with torch.no_grad():
-            theta, weight, fixed = chunks.every()  # [S, P], [S]
-            drawn = dict(model.with_padding(posterior.space.without(fixed).unravel(theta)))
-            values = model.likelihood_values(theta, fixed)
-            with posterior.network_mode() as net:
-                self.net = copy.deepcopy(net).requires_grad_(False)
-            for name, parameter in self.net.named_parameters():
-                if name in fixed:
-                    parameter.copy_(fixed[name])
-                elif name in drawn and chunks.around is None:
-                    parameter.zero_()  # a draw takes its place at every call
-            self.call: Callable[..., Any] = functional_call
-            if chunks.around is not None:
-                drawn |= {name: tensor.expand(len(theta), *tensor.shape) for name, tensor in fixed.items()}
-                self.call = linear_graph(self.net, model.net_space.unravel(chunks.around), inputs)
+        theta, weight, fixed = chunks.every()  # [S, P], [S]
+        drawn = dict(model.with_padding(posterior.space.without(fixed).unravel(theta)))
+        values = model.likelihood_values(theta, fixed)
+        # a drawn tensor takes the place of the network's own, which is zero, at every call
+        self.net = _network_with(posterior, {**{name: torch.zeros(()) for name in drawn}, **fixed})
         self.likelihood, self.calibration = copy.deepcopy(model.likelihood), calibration
         self.names = [name for name in drawn if name not in model.likelihood_names]
         self.value_names = list(values)
@@ -75,7 +62,7 @@ class FixedPredictive(nn.Module):
         weight = self.get_buffer("weight")
         drawn = {name: self.get_buffer(f"draws_{index}") for index, name in enumerate(self.names)}
         outputs = [
-            self.call(self.net, {name: rows[s] for name, rows in drawn.items()}, arguments, keywords)
+            functional_call(self.net, {name: rows[s] for name, rows in drawn.items()}, arguments, keywords)
             for s in range(weight.shape[0])
         ]
         stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), outputs[0], *outputs[1:])
@@ -94,12 +81,8 @@ class OnePassPredictive(nn.Module):
     def __init__(self, source: LearnedDraws, calibration: Calibration | None):
         super().__init__()
         posterior, model = source.posterior, source.posterior.model
-        with torch.no_grad(), posterior.network_mode() as net:
-            self.net = copy.deepcopy(net).requires_grad_(False)
-            drawn = dict(model.with_padding(model.net_space.unravel(source.theta.unsqueeze(0))))
-            for name, parameter in self.net.named_parameters():
-                if name in drawn:
-                    parameter.copy_(drawn[name][0])
+        drawn = model.with_padding(model.net_space.unravel(source.theta.unsqueeze(0)))
+        self.net = _network_with(posterior, {name: rows[0] for name, rows in drawn.items()})
         self.learned, self.likelihood = copy.deepcopy(source.learned), copy.deepcopy(model.likelihood)
         self.calibration = calibration
 
@@ -116,22 +99,14 @@ class OnePassPredictive(nn.Module):
         return _told(pred.calibrated(self.calibration))
 
 
-def linear_graph(net: nn.Module, at: Mapping[str, Tensor], inputs: tuple[Any, dict[str, Any]]) -> Callable[..., Any]:
-    """Return `functional_call` of the network linearised at θ₀ as a graph, y(θ₀) + J(θ − θ₀), for inputs of this shape.
-
-    Jᵀu is linear in u, and the transpose of that map is Jv: two backward passes, whose graph has plain operations only.
-    Forward-mode derivatives do not survive `run_decompositions`, and so no conversion of the program.
-    """
-
-    def linear(tensors: dict[str, Tensor], arguments: Any, keywords: dict[str, Any]) -> Any:
-        y, back, *_ = vjp(lambda own: functional_call(net, own, arguments, keywords), dict(at))
-        _, forth, *_ = vjp(lambda u: back(u)[0], pytree.tree_map(torch.zeros_like, y))
-        (slope,) = forth({name: tensors[name] - at[name] for name in at})
-        return pytree.tree_map(torch.add, y, slope)
-
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
-        graph = make_fx(linear)({name: tensor.clone() for name, tensor in at.items()}, *inputs)
-    return lambda _, tensors, arguments, keywords: graph({name: tensors[name] for name in at}, arguments, keywords)
+def _network_with(posterior: Posterior, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of the network, in the mode in which it predicts, with these values."""
+    with posterior.network_mode() as net:
+        copied = copy.deepcopy(net).requires_grad_(False)
+    for name, parameter in copied.named_parameters():
+        if name in tensors:
+            parameter.copy_(tensors[name])
+    return copied
 
 
 def export_predictive(
@@ -167,19 +142,15 @@ def export_predictive(
     """
     if isinstance(posterior, Predictor):
         source, calibration = posterior.drawn, posterior.drawn.calibration
-        _check(source.posterior)
+        _check(source.posterior, source)
     else:
-        _check(posterior)
         calibration = posterior.calibration
+        _check(posterior)
         if draws is None and posterior.learned_variance is not None:
             source = LearnedDraws(posterior)
         else:
             source = WeightDraws(posterior, DRAWS if draws is None else draws, generator=generator)
-    if dynamic_batch and isinstance(source, WeightDraws) and source.around is not None:
-        raise ValueError(
-            "derivatives are traced at one batch size: export a linearised posterior with dynamic_batch=False, at the "
-            "batch size it will be called with"
-        )
+            _check(posterior, source)
     example = on_device(example_inputs, source.device)
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
@@ -203,10 +174,8 @@ def export_predictive(
         with torch.no_grad(), warnings.catch_warnings():
             # an LSTM keeps a list of its weights, and gets it back after every draw
             warnings.filterwarnings("ignore", message="The tensor attributes .*_flat_weights")
-            if isinstance(source, LearnedDraws):
-                module = OnePassPredictive(source, calibration)
-            else:
-                module = FixedPredictive(source, calibration, (arguments, keywords))
+            kind = OnePassPredictive if isinstance(source, LearnedDraws) else FixedPredictive
+            module = kind(source, calibration)  # pyright: ignore[reportArgumentType]
             if keywords:  # torch.export reads the names of keywords from a signature, and fails at **keywords
                 module.forward = _with_signature(module.forward, list(keywords))
             program = torch.export.export(module, arguments, keywords, dynamic_shapes=shapes, strict=False)
@@ -261,20 +230,22 @@ def _with_signature(forward: Callable[..., Any], keywords: list[str]) -> Callabl
     return named
 
 
-def _check(posterior: Posterior) -> None:
-    if not isinstance(posterior.model.likelihood, Likelihood):
-        raise TypeError(
-            "the likelihood is a plain function, of which no mean and no probabilities are known: write a Likelihood, "
-            "whose distribution(output, values) is p(t | y)"
-        )
-    if posterior.model.user_forward is not None:
-        raise ValueError(
-            "forward= takes a batch with its target, which a deployed program does not have: wrap the network in a "
-            "module that takes the inputs and returns the output, and variationalize that"
-        )
-    if posterior.dropout == "on":
-        raise ValueError('dropout="on" draws anew at every call, and a program has fixed draws: use dropout="off"')
-    if posterior.batch_norm == "reestimated":
-        raise ValueError(
-            'batch_norm="reestimated" needs a reference batch at every call: export with "frozen" or "deterministic"'
-        )
+def _check(posterior: Posterior, source: PredictiveDraws | None = None) -> None:
+    model = posterior.model
+    reasons = {
+        "the likelihood is a plain function, of which no probabilities are known: write a Likelihood": not isinstance(
+            model.likelihood, Likelihood
+        ),
+        "forward= takes a batch with its target, which a deployed program does not have: wrap the network in a module "
+        "that takes the inputs, and variationalize that": model.user_forward is not None,
+        'dropout="on" draws anew at every call: use dropout="off"': posterior.dropout == "on",
+        'batch_norm="reestimated" needs a reference batch at every call: use "frozen"': (
+            posterior.batch_norm == "reestimated"
+        ),
+        "draws of a linearised network are no program: export the learned variance that laplace finds (draws=None)": (
+            isinstance(source, WeightDraws) and source.around is not None
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"this posterior cannot be exported: {reason}")

@@ -1,10 +1,9 @@
-"""A posterior in a Lightning `Trainer`: a module whose loss is −elbo/N, and a callback that records and saves it.
+"""A posterior in a Lightning `Trainer`: a module whose loss is −elbo/N.
 
 Lightning is two packages: this takes `lightning` if it is installed, else `pytorch_lightning`. Import your Trainer from
 the same one, for neither knows the other's modules.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,29 +13,27 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..models.bayesian_model import rows
-from ..objective import Estimate, Estimator
+from ..objective import Estimator
 from ..optim.adam import DEFAULT_LR, adam_groups
 from ..posterior import Posterior
 from ..train.data import Batches
-from ..train.loop import KL_WARMUP, rate_factor
-from ..train.result import History
-from ..util.checks import check_fraction
+from ..train.fit import KL_WARMUP, Schedule, rate_factor
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import LightningModule
 else:
     try:
-        from lightning.pytorch import Callback, LightningModule, Trainer
+        from lightning.pytorch import LightningModule
     except ImportError:
         try:
-            from pytorch_lightning import Callback, LightningModule, Trainer
+            from pytorch_lightning import LightningModule
         except ImportError:
             raise ImportError(
                 'structvi.integrations.lightning needs Lightning: pip install "structvi[lightning]"'
             ) from None
 
 
-__all__ = ["BayesianModule", "PosteriorCallback"]
+__all__ = ["BayesianModule"]
 
 
 class BayesianModule(LightningModule):
@@ -47,18 +44,16 @@ class BayesianModule(LightningModule):
     the posterior has it. `posterior.fit` does more: it starts the factor late, averages the last steps, skips batches
     that are not finite and selects the best candidate. Use this if you need a Trainer.
 
-    Validation and test log the predictive's `nlpd` (nats per observation) and, of labels, `accuracy` and `brier`, of
-    numbers `mse` and `crps`, with "val_" and "test_" in front. `Trainer(precision="bf16-mixed")` runs the network, and
-    nothing else, in bfloat16.
+    Every step logs `elbo` and `kl` in nats for the whole data set, at λ = 1. Validation and test log `nlpd`, in nats
+    per observation, and, of labels, `accuracy` and `brier`, of numbers `mse` and `crps`, with "val_" and "test_" in
+    front. `Trainer(precision="bf16-mixed")` runs the network, and nothing else, in bfloat16.
 
     Args:
         posterior: what `variationalize` returns.
         lr: the highest learning rate.
-        warmup: the fraction of the steps in which it rises.
-        kl_warmup: the fraction of the steps in which λ rises from zero.
+        schedule: of learning rate and λ, as in `posterior.fit`; stages and early stops are for `fit` alone.
         estimator: as in `elbo`.
         draws: of validation and test, the same for all batches.
-        reference: for batch_norm="reestimated", as in `predict`.
 
     Example:
         >>> from torch import nn
@@ -73,21 +68,13 @@ class BayesianModule(LightningModule):
         posterior: Posterior,
         *,
         lr: float = DEFAULT_LR,
-        warmup: float = 0.05,
-        kl_warmup: float = KL_WARMUP,
+        schedule: Schedule | None = None,
         estimator: Estimator = Estimator(),
         draws: int = 16,
-        reference: Any = None,
     ):
         super().__init__()
-        if not isinstance(posterior, Posterior):
-            raise TypeError(f"BayesianModule expects what variationalize returns, got {type(posterior).__name__}")
-        check_fraction("warmup", warmup)
-        check_fraction("kl_warmup", kl_warmup)
-        self.posterior = posterior
-        self.lr, self.warmup, self.kl_warmup, self.estimator = lr, warmup, kl_warmup, estimator
-        self.draws, self.reference = draws, reference
-        self._rows, self._batches = 0, 0
+        self.posterior, self.lr, self.schedule, self.estimator = posterior, lr, schedule or Schedule(), estimator
+        self.draws, self._rows, self._batches = draws, 0, 0
         # the network's own tensors get no gradient, and DistributedDataParallel would wait for one
         own = {**dict(posterior.net.named_parameters()), **dict(posterior.net.named_buffers())}
         self._ddp_params_and_buffers_to_ignore = [f"posterior.model.net.{name}" for name in own]
@@ -105,14 +92,13 @@ class BayesianModule(LightningModule):
 
     def on_train_start(self) -> None:
         model, loader = self.posterior.model, self.trainer.train_dataloader
-        if model.known_num_data is None:
-            assert loader is not None
-            model.num_data = _num_data(loader)
+        if model.known_num_data is None and loader is not None and (N := Batches(loader).num_data) is not None:
+            model.num_data = N
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(adam_groups(self.posterior, self.lr))
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: rate_factor(step, self._steps, self.warmup)
+            optimizer, lambda step: rate_factor(step, self._steps, self.schedule.warmup, self.schedule.hold)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -123,18 +109,18 @@ class BayesianModule(LightningModule):
     @property
     def kl_weight(self) -> float:
         """λ at this step."""
-        return min(1.0, (self.global_step + 1) / (self.kl_warmup * self._steps + 1))
+        rise = KL_WARMUP if self.schedule.kl_warmup == "auto" else self.schedule.kl_warmup
+        return min(1.0, (self.global_step + 1) / (rise * self._steps + 1))
 
-    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Tensor | float]:
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
         with self._mixed_precision():
             terms = self.posterior.terms(batch, estimator=self.estimator)
         B = rows(batch)
         self._rows, self._batches = self._rows + B, self._batches + 1
         weight = B * self._batches / self._rows  # all observations count the same, those of a short last batch too
         loss = -weight * terms.objective(self.kl_weight).mean() / self.posterior.model.num_data
-        lr = self.trainer.optimizers[0].param_groups[0]["lr"]
-        elbo, kl = terms.objective().detach(), terms.complexity.detach().mean()
-        return {"loss": loss, "elbo": elbo, "kl": kl, "kl_weight": self.kl_weight, "lr": lr}
+        self.log_dict({"elbo": terms.objective().detach().mean(), "kl": terms.complexity.detach().mean()})
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
         self._evaluate(batch, "val")
@@ -145,7 +131,7 @@ class BayesianModule(LightningModule):
     def _evaluate(self, batch: Any, name: str) -> None:
         generator = torch.Generator(self.device).manual_seed(0)
         with self._mixed_precision():
-            metrics = self.posterior.evaluate([batch], self.draws, reference=self.reference, generator=generator)
+            metrics = self.posterior.evaluate([batch], self.draws, generator=generator)
         means = {key: value for key, value in dict(metrics).items() if key in ("nlpd", "accuracy", "brier", "crps")}
         if metrics.rmse is not None:
             means["mse"] = metrics.rmse**2
@@ -168,62 +154,3 @@ class BayesianModule(LightningModule):
                 yield
         finally:
             model.precision = previous
-
-
-class PosteriorCallback(Callback):
-    """Logs `elbo` and `kl` of every step (nats, whole data set, λ = 1) and the held-out density, and saves the file.
-
-    Args:
-        save: a file to which `posterior.save` writes at the end of every epoch; None for none.
-
-    Attributes:
-        history: a `History` of the batches: `history.plot()`, `history.to_tensorboard(directory)`. With validation data
-            its column `held_out`, logged under this name too, is their log density at the end of each epoch, −val_nlpd.
-
-    Example:
-        >>> callback = PosteriorCallback(save="posterior.safetensors")
-        >>> len(callback.history)
-        0
-    """
-
-    def __init__(self, save: str | os.PathLike[str] | None = None):
-        super().__init__()
-        self.save: str | os.PathLike[str] | None = save
-        self.history = History()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, BayesianModule):
-            raise TypeError(f"PosteriorCallback goes with a BayesianModule, got {type(pl_module).__name__}")
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        estimate = Estimate.of(outputs["elbo"])
-        pl_module.log_dict({"elbo": estimate.value, "kl": outputs["kl"]})
-        self.history.append(
-            step=len(self.history), epoch=trainer.current_epoch, stage=0, elbo=estimate.value,
-            standard_error=estimate.standard_error, kl_weight=outputs["kl_weight"], lr=outputs["lr"],
-        )  # fmt: skip
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        measured = trainer.callback_metrics.get("val_nlpd")
-        if measured is not None and not trainer.sanity_checking:
-            self.history.set_last("held_out", -float(measured))
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, BayesianModule)  # as on_train_start has it
-        held_out = self.history.recent("held_out", 1)[-1]
-        if bool(held_out.isfinite()):
-            pl_module.log("held_out", held_out)
-        if self.save is not None and trainer.is_global_zero:
-            pl_module.posterior.save(self.save)
-
-
-def _num_data(loader: Any) -> int:
-    num_data = Batches(loader).num_data
-    if num_data is None:
-        raise ValueError(
-            "N, the number of observations, is needed to weigh a minibatch against the prior, and this loader does not "
-            "know it: give num_data= to variationalize, or a DataLoader over a data set with a length"
-        )
-    return num_data

@@ -1,6 +1,6 @@
 """Bayesian multilayer perceptrons as scikit-learn estimators, for Pipelines, searches and cross-validations."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..families import FullNormal, LowRankNormal, LowRankPrecision, MeanField
 from ..families.family import Family
+from ..families.low_rank import LowRankPrecision
 from ..models.likelihoods import Categorical, Gaussian, Likelihood
 from ..models.priors import NormalPrior
 from ..posterior import Posterior, variationalize
@@ -35,13 +35,6 @@ __all__ = ["BayesianClassifier", "BayesianRegressor"]
 STEPS = 4000
 #: rows in one call of the network, which bounds the memory of a prediction
 ROWS = 4096
-#: families by name, made at a rank
-FAMILIES: dict[str, Callable[[int], Family]] = {
-    "LowRankPrecision": LowRankPrecision,
-    "LowRankNormal": LowRankNormal,
-    "MeanField": lambda _: MeanField(),
-    "FullNormal": lambda _: FullNormal(),
-}
 
 
 class BayesianEstimator(BaseEstimator):
@@ -54,7 +47,7 @@ class BayesianEstimator(BaseEstimator):
         self,
         hidden: Sequence[int] = (50,),
         *,
-        family: str | Family = "LowRankPrecision",
+        family: Family | None = None,
         rank: int = 5,
         prior_scale: float = 1.0,
         learn_prior: bool = True,
@@ -81,7 +74,7 @@ class BayesianEstimator(BaseEstimator):
         """Fit to X [N, F] and t [N, ..] as the likelihood takes it."""
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         self._inputs = StandardScaler().fit(X)
-        sizes = [X.shape[1], *_widths(self.hidden), outputs]
+        sizes = [X.shape[1], *map(int, np.atleast_1d(self.hidden)), outputs]
         generator = torch.Generator().manual_seed(self._seed)
         with borrowed_stream(generator):
             layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
@@ -89,18 +82,12 @@ class BayesianEstimator(BaseEstimator):
         scales = {name: self.prior_scale for name, _ in net.named_parameters()}
         prior = NormalPrior(scales, learn=self.learn_prior, by_fan_in=True)
         P = sum(parameter.numel() for parameter in net.parameters())
-        self.posterior_ = variationalize(net, likelihood, self._recipe(P), prior, generator=generator)
+        family = LowRankPrecision(min(self.rank, P)) if self.family is None else self.family
+        self.posterior_ = variationalize(net, likelihood, family, prior, generator=generator)
         data = TensorDataset(self._standardised(X), t)
         loader = DataLoader(data, batch_size=min(self.batch_size, len(data)), shuffle=True)
         epochs = -(-STEPS // len(loader)) if self.epochs is None else self.epochs
         self.result_ = self.posterior_.fit(loader, epochs=epochs, lr=self.lr, seed=self._seed, progress=self.verbose)
-
-    def _recipe(self, P: int) -> Family:
-        if isinstance(self.family, Family):
-            return self.family
-        if self.family not in FAMILIES:
-            raise ValueError(f"family must be one of {tuple(FAMILIES)}, or a recipe such as MAP(), got {self.family!r}")
-        return FAMILIES[self.family](min(self.rank, P))
 
     def _standardised(self, X: np.ndarray) -> Tensor:
         return torch.as_tensor(self._inputs.transform(X), dtype=torch.float32)
@@ -113,14 +100,6 @@ class BayesianEstimator(BaseEstimator):
         for part in inputs.split(ROWS):
             yield self.posterior_.predict(part, draws=self.draws, generator=torch.Generator().manual_seed(self._seed))
 
-    def _refuse(self, options: dict[str, Any]) -> None:
-        if options:
-            raise TypeError(
-                f"{type(self).__name__}.fit takes X and y, got {', '.join(options)} too. Weights of observations are "
-                "not supported: a weighted likelihood is not that of any data, and its posterior is too narrow or too "
-                "wide. Leave out rows, or repeat those that were observed more than once"
-            )
-
 
 class BayesianRegressor(RegressorMixin, BayesianEstimator):
     """Regression with uncertainty: a multilayer perceptron, a posterior over its weights, and a learned noise.
@@ -130,8 +109,8 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
 
     Args:
         hidden: the widths of the hidden layers; () for a linear model.
-        family: "LowRankPrecision", "LowRankNormal", "MeanField", "FullNormal", or a recipe with its own settings.
-        rank: of the two low-rank families.
+        family: a recipe, such as `MeanField()`; `LowRankPrecision(rank)` by default.
+        rank: of the default family.
         prior_scale: weights start with the prior N(0, prior_scale²/fan_in), biases with N(0, prior_scale²).
         learn_prior: fit the prior's scales, one a tensor, with the ELBO; False for families with point masses.
         epochs: of the fit; None for as many as make 4000 steps.
@@ -146,14 +125,13 @@ class BayesianRegressor(RegressorMixin, BayesianEstimator):
 
     Example:
         >>> X = np.linspace(-1, 1, 40)[:, None]
-        >>> model = BayesianRegressor(hidden=(8,), family="MeanField", epochs=20, random_state=0).fit(X, 3 * X[:, 0])
+        >>> model = BayesianRegressor(hidden=(8,), epochs=20, random_state=0).fit(X, 3 * X[:, 0])
         >>> mean, std = model.predict(X, return_std=True)
         >>> mean.shape, std.shape
         ((40,), (40,))
     """
 
-    def fit(self, X: Any, y: Any, **refused: Any) -> Self:
-        self._refuse(refused)
+    def fit(self, X: Any, y: Any) -> Self:
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         rows = np.asarray(y, dtype=np.float64).reshape(len(X), -1)  # [N, D]
         self._targets, self._flat = StandardScaler().fit(rows), y.ndim == 1
@@ -183,15 +161,14 @@ class BayesianClassifier(ClassifierMixin, BayesianEstimator):
     Example:
         >>> X = np.linspace(-1, 1, 40)[:, None]
         >>> y = np.where(X[:, 0] > 0, "right", "left")
-        >>> model = BayesianClassifier(hidden=(8,), family="MeanField", epochs=20, random_state=0).fit(X, y)
+        >>> model = BayesianClassifier(hidden=(8,), epochs=20, random_state=0).fit(X, y)
         >>> model.predict(X[[0, -1]]), model.predict_proba(X).shape
         (array(['left', 'right'], dtype='<U5'), (40, 2))
     """
 
     classes_: np.ndarray
 
-    def fit(self, X: Any, y: Any, **refused: Any) -> Self:
-        self._refuse(refused)
+    def fit(self, X: Any, y: Any) -> Self:
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -209,10 +186,3 @@ class BayesianClassifier(ClassifierMixin, BayesianEstimator):
         """Return the most probable class, [N]."""
         best = self.predict_proba(X).argmax(1)
         return self.classes_[best]
-
-
-def _widths(hidden: Any) -> list[int]:
-    widths = list(hidden) if isinstance(hidden, list | tuple | np.ndarray) else [hidden]
-    if any(not isinstance(width, int | np.integer) or isinstance(width, bool) or width < 1 for width in widths):
-        raise ValueError(f"hidden must be the widths of the hidden layers, such as (50, 50), got {hidden!r}")
-    return [int(width) for width in widths]

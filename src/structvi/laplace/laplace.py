@@ -17,7 +17,7 @@ from ..result import Result, Status
 from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, elbo_over, notes_on_bound
 from ..train.data import Batches, Reread, held_out_batches, warn_of_seen
-from ..util.checks import check_seed, with_hints
+from ..util.checks import check_seed
 from .place import NETWORK, TrainedNetwork, restored_on_error
 from .selection import Selection, learned_variance, of_posteriors, select
 
@@ -85,7 +85,6 @@ class LaplaceResult(Result):
         return "bayes.predict(x), bayes.evaluate(test_loader); bayes.save(file)"
 
 
-@with_hints
 def laplace(
     posterior: "Posterior",
     loader: Iterable[Any],

@@ -1,7 +1,7 @@
 """A network with likelihood and prior as a target, and the batches that it takes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from inspect import Parameter, signature
@@ -13,27 +13,16 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..families.numerics import reads, sum_weights
-from ..networks.call import alone_with, call_network, check_precision, draws, padding_rows, with_padding
+from ..networks.call import alone_with, call_network, draws, padding_rows, with_padding
 from ..networks.linearised import Linearised
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from ..util.checks import check_theta, is_integer
+from ..util.checks import check_integer
 from .likelihoods import Categorical, Likelihood, check_log_prob
 from .priors.separable import Prior, SeparablePrior, log_prior
 from .target import NOTHING
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
-#: of an input that a network takes, where its entry has none of the names that forward has
-INPUT_KEYS = ("image", "images", "img", "input", "inputs", "x")
-#: losses of torch by the start of their names → the likelihood whose negative logarithm they are
-LIKELIHOOD_OF_LOSS = {
-    "mse": 'Gaussian("point")',
-    "mseloss": 'Gaussian("point")',
-    "bcewithlogits": "Bernoulli()",
-    "binarycrossentropywithlogits": "Bernoulli()",
-    "poissonnll": "Poisson()",
-    "poissonnllloss": "Poisson()",
-}
 #: keys of a dict batch: of the input, or of several inputs, and of the target
 Keys = tuple[str | tuple[str, ...], str]
 #: θ₀ [P] at which this thread linearises networks; None: not at all; `...`: the model's own.
@@ -95,11 +84,15 @@ class BayesianModel(nn.Module):
         linearise: bool = False,
     ):
         super().__init__()
+        _check_arguments(net, likelihood, prior, parameters)
         if keys is not None:
             check_keys(keys)
             if forward is not None:
                 raise ValueError("give keys= or forward=, not both: forward= takes what it wants of a batch itself")
-        _check_arguments(net, likelihood, prior, parameters, forward, evaluation, checkpoint_activations)
+        if not isinstance(checkpoint_activations, bool):
+            raise TypeError(f"checkpoint_activations must be True or False, got {checkpoint_activations!r}")
+        if checkpoint_activations and evaluation == "vmap":
+            raise ValueError('checkpoint_activations=True takes one draw at a time: use evaluation="auto" or "loop"')
         self.net, self.likelihood, self.prior = net, likelihood, prior
         self._num_data: int | None = None
         #: True if a fit took N from its loader: the next fit takes N from its own loader
@@ -110,21 +103,19 @@ class BayesianModel(nn.Module):
         self.user_forward, self.keys = forward, keys
         self.evaluation = Evaluation(evaluation, chunk)
         self.checkpoint_activations = checkpoint_activations
-        self._precision: torch.dtype | None = None
+        #: bfloat16 or float16: the network alone runs in it, and its outputs are converted back; None for neither
+        self.precision: torch.dtype | None = None
         #: `torch.func.functional_call` compiled, while a fit asks for it
         self.compiled: Callable[..., Any] | None = None
-        known = dict(net.named_parameters())
+        known = {name: tensor.shape for name, tensor in net.named_parameters()}
         for name, shape in zip(self.net_space.names, self.net_space.shapes, strict=True):
-            if name not in known or known[name].shape != shape:
+            if known.get(name) != shape:
                 raise ValueError(f"parameters: the network has no tensor {name!r} of shape {tuple(shape)}")
         self._padding = padding_rows(net, self.net_space.names)
+        convolutions = [one for one in net.modules() if isinstance(one, nn.modules.conv._ConvNd)]
+        kernels = {id(tensor) for one in convolutions for tensor in one.parameters()}
         #: the random tensors of convolutions
-        self._kernels = {
-            f"{prefix}.{name}".removeprefix(".")
-            for prefix, module in net.named_modules()
-            if isinstance(module, nn.modules.conv._ConvNd)
-            for name, _ in module.named_parameters()
-        } & set(self.net_space.names)
+        self._kernels = {name for name, x in net.named_parameters() if name in self.net_space and id(x) in kernels}
         #: θ₀ of the network's random tensors, [P]; None where it is not linearised
         self.linearised_at: Tensor | None
         self.register_buffer("linearised_at", self.net_space.initial.clone() if linearise else None)
@@ -137,17 +128,6 @@ class BayesianModel(nn.Module):
         if own:
             appended = {f"likelihood.{name}": tensor.detach().to(self.space.initial) for name, tensor in own.items()}
             self.space = self.net_space.append(appended, scale=1.0)
-
-    @property
-    def precision(self) -> torch.dtype | None:
-        """bfloat16 or float16: the network alone runs in it, and its outputs are converted back; None for neither."""
-        return self._precision
-
-    @precision.setter
-    def precision(self, value: torch.dtype | None) -> None:
-        device = next(self.net.parameters()).device
-        check_precision(value, self.net, self.space.dtype, device)
-        self._precision = value
 
     @property
     def is_linearised(self) -> bool:
@@ -175,16 +155,12 @@ class BayesianModel(nn.Module):
     @property
     def num_data(self) -> int:
         if self._num_data is None:
-            raise ValueError(
-                "num_data, the number of observations in the whole data set, is not known yet: set it, give num_data= "
-                "to variationalize, or fit first, which takes it from the loader"
-            )
+            raise ValueError("num_data is not known yet: set it, give num_data= to variationalize, or fit first")
         return self._num_data
 
     @num_data.setter
     def num_data(self, value: int) -> None:
-        if not is_integer(value):
-            raise ValueError(f"num_data must be the number of observations in the whole data set, got {value!r}")
+        check_integer("num_data, the number of observations in the whole data set,", value)
         self._num_data = value
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
@@ -192,13 +168,11 @@ class BayesianModel(nn.Module):
 
     def log_prior(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """log p(θ): [S, P] → [S]."""
-        check_theta(theta, self.space.without(fixed).size)
         shared = {name: tensor for name, tensor in fixed.items() if name in self.net_space}
         size = self.net_space.size - sum(tensor.numel() for tensor in shared.values())
         # a split has a backward pass of its own: none where there is nothing to split off
         net = theta if size == theta.shape[-1] else torch.split(theta, [size, theta.shape[-1] - size], dim=-1)[0]
-        own = log_prior(self.prior, self.net_space, net, shared) if shared else self.prior(self.net_space, net)
-        value = _per_draw(own, theta, "prior")
+        value = _per_draw(log_prior(self.prior, self.net_space, net, shared), theta, "prior")
         if isinstance(self.likelihood, Likelihood) and self.likelihood_names:
             own = self.likelihood.log_prior(self.likelihood_values(theta, fixed))
             value = value + _per_draw(own, theta, "likelihood's log_prior")
@@ -207,8 +181,12 @@ class BayesianModel(nn.Module):
     def likelihood_values(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> dict[str, Tensor]:
         """The likelihood's random tensors at the draws θ [S, P], by its own names: [S, *shape] each."""
         shared = {name: tensor.expand(theta.shape[0], *tensor.shape) for name, tensor in fixed.items()}
-        named = {**self.space.without(fixed).unravel(theta), **shared}
-        return {own: named[name] for name, own in self.likelihood_names.items()}
+        return self._tensors(theta, shared)[1] if self.likelihood_names else {}
+
+    def _tensors(self, theta: Tensor, fixed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the tensors of the network by name, and those of the likelihood by its own names."""
+        named = {**self.space.without(fixed).unravel(theta), **fixed}
+        return named, {own: named.pop(name) for name, own in self.likelihood_names.items()}
 
     def log_likelihood(self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """(N/B) Σ_batch log p(t | y_θ(x)): [S, P] → [S]."""
@@ -219,76 +197,60 @@ class BayesianModel(nn.Module):
         self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING
     ) -> tuple[Tensor, int]:
         """Σ_batch log p(t | y_θ(x)), not scaled to the whole data set, [S, P] → [S]; and B."""
-        if batch is None:
-            raise ValueError("BayesianModel needs a batch: (input, target), or a dict")
-        space, network, B = self.space.without(fixed), self.on(batch), 0
-        check_theta(theta, space.size)
+        network, B = self.on(batch), 0
 
         def one(row: Tensor) -> Tensor:
             nonlocal B
-            named = {**space.unravel(row), **fixed}
-            own = {name: named.pop(full) for full, name in self.likelihood_names.items()}
+            named, values = self._tensors(row, fixed)
             output, target = network(named)
             B = batch_size(target)
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
-            if own:
+            if values:
                 assert isinstance(self.likelihood, nn.Module)
                 with alone_with(self.likelihood):
-                    log_prob = functional_call(self.likelihood, own, (output, target))
+                    log_prob = functional_call(self.likelihood, values, (output, target))
             else:
                 log_prob = self.likelihood(output, target)
             check_log_prob(log_prob, output, target, B)
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
-        return self.at_draws(one, theta, batch, fixed), B
+        with self.held(fixed) as how:
+            value = self.evaluation(one, theta, batch=batch, **how)
+        return value, B
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""
         if self.keys is not None and isinstance(inputs, Mapping):  # a batch as it comes, with or without its target
             inputs = taken(inputs, self.keys[0])
-        arguments, keywords = arguments_of(self.net, plain(inputs))
-        space, network = self.space.without(fixed), self._network()
-        check_theta(theta, space.size)
+        network, (arguments, keywords) = self._network(), arguments_of(self.net, plain(inputs))
 
         def one(row: Tensor) -> Any:
-            named = {**space.unravel(row), **fixed}
-            for name in self.likelihood_names:
-                del named[name]
-            return logits_of(network(self.with_padding(named), arguments, keywords))
+            return logits_of(network(self._tensors(row, fixed)[0], arguments, keywords))
 
-        return self.at_draws(one, theta, inputs, fixed, "outputs")
+        with self.held(fixed, "outputs") as how:
+            return self.evaluation(one, theta, batch=inputs, **how)
 
-    def at_draws(
-        self,
-        one: Callable[[Tensor], Any],
-        theta: Tensor,
-        batch: Any,
-        fixed: Mapping[str, Tensor] = NOTHING,
-        what: str = "",
-    ) -> Any:
-        """Return what a function of one θ gives at each row of [S, P], by vmap or a loop, with the network held.
+    @contextmanager
+    def held(self, fixed: Mapping[str, Tensor] = NOTHING, what: str = "") -> Iterator[dict[str, Any]]:
+        """Hold the network, and tell what `Evaluation` has to know of a function of one θ before it takes many.
 
         Args:
-            one: of a row.
-            theta: the draws, of all random tensors but the fixed ones.
-            batch: what `one` looks at.
             fixed: the tensors that all draws share.
             what: tells functions apart that vmap may treat differently.
         """
         with alone_with(self.net) as turn:
-            if theta.shape[0] == 1:
-                return self.evaluation.over(one, theta)(theta)
-            modes = tuple(module.training for module in turn.found.modules)
-            against = {
-                "activations are checkpointed": self.checkpoint_activations,
-                "the network is compiled": self.compiled is not None,
-                "the network draws random numbers": any(modes) and any(map(draws, turn.found.modules)),
-                "convolutions with a kernel for each draw are slow under vmap": bool(self._kernels - fixed.keys()),
-            }
-            found = next((why for why, holds in against.items() if holds), "")
-            key = what, frozenset(fixed), modes, self.is_linearised
-            return self.evaluation.over(one, theta, key, batch=batch, against=found)(theta)
+            modes = tuple([module.training for module in turn.modules])
+            against = ""
+            if self.checkpoint_activations:
+                against = "activations are checkpointed"
+            elif self.compiled is not None:
+                against = "the network is compiled"
+            elif any(modes) and any(map(draws, turn.modules)):
+                against = "the network draws random numbers"
+            elif self._kernels - fixed.keys():
+                against = "convolutions with a kernel for each draw are slow under vmap"
+            yield {"key": (what, frozenset(fixed), modes, self.is_linearised), "against": against}
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Return the inputs of a batch and its target; with `forward=` only that function knows them."""
@@ -303,90 +265,54 @@ class BayesianModel(nn.Module):
 
     def on(self, batch: Any) -> Callable[[Mapping[str, Tensor]], tuple[Any, Any]]:
         """Return the function of the network's tensors, by name, that gives output and target of this batch."""
-        network, forward = self._network(), self.user_forward
-        if forward is not None:
-            own = plain(batch)
+        network = self._network()
+        forward: Any = self.user_forward
+        if forward is None:
+            inputs, target = self.split(batch)
+            batch_size(target)  # an empty batch is named before the network meets it
+            arguments, keywords = arguments_of(self.net, inputs)
+            return lambda random: (logits_of(network(random, arguments, keywords)), target)
+        own = plain(batch)
 
-            def by_user(random: Mapping[str, Tensor]) -> tuple[Any, Any]:
-                result = forward(_Bound(network, self.with_padding(random)), own)
-                if not isinstance(result, tuple) or len(result) != 2:
-                    raise TypeError("forward= must return a pair (output, target)")
-                return result
+        def by_user(random: Mapping[str, Tensor]) -> tuple[Any, Any]:
+            result = forward(lambda *arguments, **keywords: network(random, arguments, keywords), own)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError("forward= must return a pair (output, target)")
+            return result
 
-            return by_user
-        inputs, target = self.split(batch)
-        batch_size(target)  # an empty batch is named before the network meets it
-        arguments, keywords = arguments_of(self.net, inputs)
-        return lambda random: (logits_of(network(self.with_padding(random), arguments, keywords)), target)
+        return by_user
 
-    def _network(self) -> Callable[..., Any]:
-        """Return `call_network` of this network with the present settings."""
+    def _network(self) -> Callable[[Mapping[str, Tensor], Any, Any], Any]:
+        """Return the function of the network's tensors, by name, and of its arguments and keywords."""
         at = self._around()
-        return partial(
-            call_network,
-            self.net,
-            precision=self._precision,
-            checkpointed=self.checkpoint_activations,
-            functional=self.compiled if at is None else Linearised(self.net_space.unravel(at)),
-        )
+        functional = self.compiled if at is None else Linearised(self.net_space.unravel(at))
+        options: Any = {"precision": self.precision, "checkpointed": self.checkpoint_activations}
+        network = partial(call_network, self.net, functional=functional, **options)
+        if not self._padding:
+            return network
+        return lambda random, arguments, keywords: network(self.with_padding(random), arguments, keywords)
 
     def with_padding(self, random: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors by name, their padding rows (`nn.Embedding(padding_idx=)`) the network's: these are no weights."""
         return with_padding(random, self._padding, self.net) if self._padding else random
 
 
-class _Bound(nn.Module):
-    """The network as a user's `forward=` sees it: a call uses the drawn weights."""
-
-    def __init__(self, network: Callable[..., Any], random: Mapping[str, Tensor]):
-        super().__init__()
-        self._network, self._random = network, random
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._network(self._random, arguments, keywords)
-
-
-def _check_arguments(
-    net: Any, likelihood: Any, prior: Any, parameters: Any, forward: Any, evaluation: Any, checkpoint_activations: Any
-) -> None:
+def _check_arguments(net: Any, likelihood: Any, prior: Any, parameters: Any) -> None:
     if not isinstance(net, nn.Module):
         raise TypeError(f"BayesianModel expects an nn.Module, got {type(net).__name__}")
-    if isinstance(net, nn.DataParallel):
-        raise TypeError("DataParallel cannot be called with drawn weights; give the network inside it, net.module")
-    for name, value, such in (
-        ("likelihood", likelihood, 'likelihoods.Categorical() or likelihoods.Gaussian("point")'),
-        ("prior", prior, 'NormalPrior(1.0) or DistributionPrior({"*": Normal(0.0, 1.0)})'),
-    ):
-        if not callable(value):
-            raise TypeError(f"the {name} must be callable, got {value!r}; write {such}, for example")
-    function = getattr(likelihood, "__module__", None) == "torch.nn.functional"
-    if isinstance(likelihood, nn.modules.loss._Loss) or function:
-        name = getattr(likelihood, "__name__", type(likelihood).__name__)
-        such = LIKELIHOOD_OF_LOSS.get(name.removesuffix("Loss").replace("_", "").lower(), "Categorical()")
-        if getattr(likelihood, "weight", None) is not None and such == "Categorical()":
-            such = "Categorical(class_weights=loss.weight)"
+    for name, value in (("likelihood", likelihood), ("prior", prior)):
+        if not callable(value) or isinstance(value, type):
+            raise TypeError(
+                f"the {name} must be a callable object, got {value!r}: write likelihoods.Categorical() or "
+                'likelihoods.Gaussian("point"), and NormalPrior(1.0) or DistributionPrior({"*": Normal(0.0, 1.0)})'
+            )
+    if isinstance(likelihood, nn.modules.loss._Loss):
         raise TypeError(
-            f"{name} is a loss, which training makes small. The likelihood is log p(t | y) of each observation, which "
-            f"a fit makes large: give likelihoods.{such}. Dice and focal losses are the logarithm of no probability: "
-            "train with them, and give Categorical() here"
+            f"{type(likelihood).__name__} is a loss, which training makes small; the likelihood is log p(t | y) of "
+            'each observation: give likelihoods.Categorical(), Bernoulli(), Poisson() or Gaussian("point")'
         )
-    if isinstance(likelihood, type) or isinstance(prior, type):
-        raise TypeError("likelihood and prior must be objects, not classes: write NormalPrior(1.0), Categorical()")
-    if parameters is not None and not isinstance(parameters, Parameters):
-        raise TypeError(
-            f"parameters= expects Parameters, got {type(parameters).__name__}; write Parameters.of(net, select)"
-        )
-    if parameters is not None and parameters.constraints:
-        raise ValueError(
-            f"a network's tensors take every value, and {list(parameters.constraints)} are constrained: constraints "
-            "are for log densities; write Parameters.of(net, select)"
-        )
-    if forward is not None and not callable(forward):
-        raise TypeError(f"forward= must be a function (net, batch) → (output, target), got {forward!r}")
-    if not isinstance(checkpoint_activations, bool):
-        raise TypeError(f"checkpoint_activations must be True or False, got {checkpoint_activations!r}")
-    if checkpoint_activations and evaluation == "vmap":
-        raise ValueError('checkpoint_activations=True takes one draw at a time: use evaluation="auto" or "loop"')
+    if parameters is not None and (not isinstance(parameters, Parameters) or parameters.constraints):
+        raise TypeError(f"write parameters=Parameters.of(net, select), without constraints, got {parameters!r}")
 
 
 def _per_draw(value: Any, theta: Tensor, what: str) -> Tensor:
@@ -401,26 +327,23 @@ def _per_draw(value: Any, theta: Tensor, what: str) -> Tensor:
 
 def split_batch(batch: Any, keys: Keys | None = None) -> tuple[Any, Any]:
     """Return the inputs and the target of a batch; of a dict by `keys`, or without them by the usual names."""
-    if keys is not None and isinstance(batch, Mapping):
-        inputs, target = keys
-        return taken(batch, inputs), taken(batch, target)
     if isinstance(batch, Mapping):
+        if keys is not None:
+            return taken(batch, keys[0]), taken(batch, keys[1])
         found = [key for key in TARGET_KEYS if key in batch]
-        if len(found) != 1:
+        rest = {key: value for key, value in batch.items() if key not in found}
+        if len(found) != 1 or not rest:
             raise ValueError(
-                f"a dict batch needs exactly one of the keys {TARGET_KEYS}, got {sorted(map(str, batch))}; or tell "
-                'which they are: variationalize(.., keys=("image", "mask"))'
+                f"a dict batch needs an input and exactly one of the keys {TARGET_KEYS}, got "
+                f'{sorted(map(str, batch))}; or tell which they are: variationalize(.., keys=("image", "mask"))'
             )
-        rest = {key: value for key, value in batch.items() if key != found[0]}
-        if not rest:
-            raise ValueError(f"the batch has a target {found[0]!r} but no input")
         return (next(iter(rest.values())) if len(rest) == 1 else rest), batch[found[0]]
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     came = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
     raise TypeError(
-        f"a batch must be (input, target) or a dict, got {came}; for others give variationalize a function forward=, "
-        "such as lambda net, batch: (net(*batch[:-1]), batch[-1])"
+        f"a batch must be (input, target) or a dict, got {came}; for others write variationalize(.., forward=lambda "
+        "net, batch: (net(*batch[:-1]), batch[-1]))"
     )
 
 
@@ -459,10 +382,9 @@ def plain(batch: Any) -> Any:
 
 
 def _is_dressed(leaf: Any) -> bool:
-    kind = type(leaf)
-    if kind is Tensor or not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+    if not isinstance(leaf, Tensor) or type(leaf) in (Tensor, nn.Parameter):
         return False
-    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
+    return type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
 
 
 def as_labels(target: Any) -> Any:
@@ -475,25 +397,22 @@ def as_labels(target: Any) -> Any:
     """
     if isinstance(target, tuple | list):
         return type(target)(as_labels(part) for part in target)
-    if not isinstance(target, Tensor):
-        return target
-    if target.ndim > 1 and target.shape[1] == 1:
-        target = target.squeeze(1)
-    if target.dtype.is_floating_point:
-        if reads() and bool((target != target.floor()).any()):
-            raise ValueError(
-                "labels must be whole numbers, got fractions or NaN: after a Resize or a Spacing with interpolation? "
-                'Give labels mode="nearest"'
-            )
-        target = target.long()
-    return target
+    labels = target.squeeze(1) if target.ndim > 1 and target.shape[1] == 1 else target
+    if not labels.dtype.is_floating_point:
+        return labels
+    if reads() and bool((labels != labels.floor()).any()):
+        raise ValueError(
+            "labels must be whole numbers, got fractions or NaN: after a Resize or a Spacing with interpolation? "
+            'Give labels mode="nearest"'
+        )
+    return labels.long()
 
 
 def arguments_of(net: nn.Module, inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the positional arguments and the keywords of a call of the network.
 
-    From a dict it takes the entries that `forward` names, or, if it names none, the image. Entries beside them that are
-    no tensors (paths, headers) are left out.
+    From a dict it takes the entries that `forward` names, or, if it names none, the only tensor. Entries beside them
+    that are no tensors (paths, headers) are left out.
     """
     if not isinstance(inputs, Mapping):
         return (inputs if isinstance(inputs, tuple | list) else (inputs,)), {}
@@ -501,17 +420,15 @@ def arguments_of(net: nn.Module, inputs: Any) -> tuple[Sequence[Any], Mapping[st
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known.values()):
         return (), inputs
     named = {key: value for key, value in inputs.items() if key in known}
-    strange = [key for key in inputs if key not in known]
-    tensors = [key for key in strange if isinstance(inputs[key], Tensor)]
-    if not strange or (named and not tensors):
+    strange = [key for key, value in inputs.items() if key not in known and isinstance(value, Tensor)]
+    if named and not strange:
         return (), named
-    if not named and len(tensors) == 1 and tensors[0] in INPUT_KEYS:
-        return (inputs[tensors[0]],), {}
+    if not named and len(strange) == 1:
+        return (inputs[strange[0]],), {}
     raise ValueError(
         f"the batch is a dict with the inputs {list(inputs)}, which are passed to the network by name, and its "
         f"forward({', '.join(known)}) does not take {strange}: tell which entries count, variationalize(.., "
-        'keys=("image", "label")), or give it a function forward=, such as '
-        'lambda net, batch: (net(batch["image"], batch["age"]), batch["label"])'
+        'keys=(("image", "age"), "label")), or give it a function forward='
     )
 
 
@@ -542,10 +459,10 @@ def batch_size(target: Any) -> int:
 
 def rows(batch: Any) -> int:
     """Return B as far as a batch tells it: the rows of its target, of its first tensor, or one."""
-    with suppress(TypeError, ValueError):  # of a form that only the user's `forward` knows
+    try:
         return batch_size(split_batch(batch)[1])
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    return tensors[0].shape[0] if tensors else 1
+    except (TypeError, ValueError):  # of a form that only the user's `forward` knows
+        return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
 
 
 def rows_of(batch: Any) -> int | None:
@@ -556,8 +473,5 @@ def rows_of(batch: Any) -> int | None:
         >>> rows_of({"x": torch.zeros(8, 3), "t": torch.zeros(8)})
         8
     """
-    leaves = tree_leaves(batch)
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
-        return None
-    rows = {leaf.shape[0] for leaf in leaves}
-    return rows.pop() if len(rows) == 1 else None
+    counts = {len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in tree_leaves(batch)}
+    return counts.pop() if len(counts) == 1 else None

@@ -4,8 +4,8 @@ Plain data, kept with the posterior and in its file. It is fitted in `predict/ca
 `predict/predictive.py` and `predict/conformal.py`.
 """
 
-from dataclasses import dataclass
-from math import ceil, isfinite
+from dataclasses import astuple, dataclass
+from math import ceil, isfinite, log
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -16,11 +16,7 @@ from ..util.checks import is_integer, is_positive
 #: the search for a temperature or a scale: no further from one than this, as logarithm
 LOG_BOUND = 2.5
 #: the thresholds on a probability at which the risk of masks is kept, 0 and the sigmoids of −16 … 16
-THRESHOLDS = torch.cat(
-    [torch.zeros(1, dtype=torch.float64), torch.linspace(-16, 16, 1025, dtype=torch.float64).sigmoid()]
-)
-#: the most cases in a file
-MOST_CASES = 2**40
+THRESHOLDS = torch.tensor([-torch.inf, *torch.linspace(-16, 16, 1025).tolist()], dtype=torch.float64).sigmoid()
 
 Kind = Literal["temperature", "scale"]
 Form = Literal["label", "number", "mask"]
@@ -43,10 +39,15 @@ class Adjustment:
     error: float
     cases: int
 
+    def __post_init__(self) -> None:
+        numbers = isfinite(self.gain) and isfinite(self.error) and is_positive(self.value) and is_integer(self.cases)
+        if self.kind not in get_args(Kind) or not numbers or self.error < 0:
+            raise ValueError(f"expected a temperature or a scale, and its gain: got {str(astuple(self))[:200]}")
+
     @property
     def is_bounded(self) -> bool:
         """True if the value lies inside the search: data that are all predicted right ask for certainty."""
-        return abs(torch.tensor(self.value, dtype=torch.float64).log().item()) < 0.999 * LOG_BOUND
+        return abs(log(self.value)) < 0.999 * LOG_BOUND
 
     @property
     def is_applied(self) -> bool:
@@ -58,22 +59,8 @@ class Adjustment:
         why = f"held-out gain {self.gain:.3g} ± {self.error:.2g} nats over {self.cases} cases"
         if self.is_applied:
             return f"{self.kind} {self.value:.3g}, applied: {why}"
-        if not self.is_bounded:
-            cause = "there are too few, or none is a mistake" if self.value < 1 else "are they data of this kind?"
-            why += f", but it lies at the end of the search, the data set no bound to it: {cause}"
-        else:
-            why += ", no gain"
-        return f"{self.kind} {self.value:.3g}, not applied: {why}"
-
-    def check(self) -> None:
-        """ValueError where a file says what cannot be."""
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"expected a temperature or a scale, got {str(self.kind)[:40]!r}")
-        if not is_positive(self.value) or not 0.05 <= self.value <= 20:
-            raise ValueError(f"a {self.kind} lies between 0.05 and 20, got {self.value!r:.40}")
-        if not all(isinstance(x, float) and isfinite(x) for x in (self.gain, self.error)) or self.error < 0:
-            raise ValueError("the gain of a calibration and its standard error must be finite numbers")
-        _check_cases(self.cases)
+        cause = "no gain" if self.is_bounded else "but it lies at the end of the search, the data set no bound to it"
+        return f"{self.kind} {self.value:.3g}, not applied: {why}, {cause}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +78,8 @@ class Conformal:
     values: Tensor
     cases: int
 
-    def check_level(self, level: float) -> None:
-        if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
+    def _check_level(self, level: float) -> None:
+        if not isinstance(level, float) or not 0 < level < 1:
             raise ValueError(f"conformal: the level must lie inside (0, 1), got {level!r}")
         if level > self.highest_level + 1e-12:
             needed = ceil(level / (1 - level) - 1e-9)
@@ -113,7 +100,7 @@ class Conformal:
             >>> Conformal("label", torch.arange(1.0, 10.0, dtype=torch.float64), 9).quantile(0.8)
             8.0
         """
-        self.check_level(level)
+        self._check_level(level)
         return float(self.values[min(self.cases, ceil((self.cases + 1) * level - 1e-9)) - 1])
 
     def threshold(self, level: float) -> float:
@@ -124,7 +111,7 @@ class Conformal:
             >>> Conformal("mask", risk, 99).threshold(0.9)
             0.5
         """
-        self.check_level(level)
+        self._check_level(level)
         bound = (self.cases * self.values + 1) / (self.cases + 1)
         return float(THRESHOLDS[int((bound <= 1 - level + 1e-12).sum()) - 1])
 
@@ -135,22 +122,18 @@ class Conformal:
     @staticmethod
     def size(form: Any, cases: Any) -> int:
         """Return the number of values; raise ValueError if a file is contradictory."""
-        if form not in get_args(Form):
-            raise ValueError(f"expected conformal scores of {get_args(Form)}, got {str(form)[:40]!r}")
-        _check_cases(cases)
+        if form not in get_args(Form) or not is_integer(cases):
+            raise ValueError(f"expected conformal scores of {get_args(Form)} and their number, got {str(form)[:40]!r}")
         return len(THRESHOLDS) if form == "mask" else cases
 
     def check(self) -> None:
-        """ValueError where a file's values cannot be scores."""
-        values = self.values
-        if values.shape != (self.size(self.form, self.cases),) or values.dtype != torch.float64:
-            raise ValueError("conformal scores are float64, one for each case or threshold")
-        if not bool(values.isfinite().all()) or bool((values.diff() < 0).any()) or values[0] < 0:
-            raise ValueError("conformal scores must be finite, sorted and ≥ 0")
-        if self.form != "number" and values[-1] > 1:
-            raise ValueError("conformal scores of labels must lie in [0, 1]")
-        if self.form == "mask" and values[0] != 0:
-            raise ValueError("a threshold of 0 misses nothing")
+        """Raise ValueError if a file's values cannot be scores: finite, sorted, ≥ 0, and of labels at most one."""
+        values, most = self.values, torch.inf if self.form == "number" else 1.0
+        is_table = values.shape == (self.size(self.form, self.cases),) and values.dtype == torch.float64
+        if not is_table or not bool(values.isfinite().all() and (values.diff() >= 0).all()):
+            raise ValueError("conformal scores must be finite and sorted, in float64, one for each case or threshold")
+        if not 0 <= values[0] <= values[-1] <= most or (self.form == "mask" and values[0] > 0):
+            raise ValueError("conformal scores must be ≥ 0, of labels at most one; a threshold of 0 misses nothing")
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,33 +165,22 @@ class Calibration:
         """For a file: all but the conformal values and the notes."""
         one, two = self.adjustment, self.conformal
         return {
-            "adjustment": None if one is None else [one.kind, one.value, one.gain, one.error, one.cases],
+            "adjustment": None if one is None else list(astuple(one)),
             "conformal": None if two is None else [two.form, two.cases],
             "draws": self.draws,
         }
 
     @classmethod
     def of(cls, description: Any, values: Tensor | None = None) -> Self:
-        """From `described` and the values; ValueError where it says what cannot be. Without values: all but those."""
+        """From `described` and the values; ValueError where it says what cannot be."""
         if not isinstance(description, dict) or description.keys() != {"adjustment", "conformal", "draws"}:
             raise ValueError("expected the adjustment, the conformal scores and the draws of a calibration")
         one, two, draws = description["adjustment"], description["conformal"], description["draws"]
-        if not is_integer(draws) or draws >= MOST_CASES:
+        if not is_integer(draws):
             raise ValueError("the draws of a calibration must be a positive number")
-        adjustment = conformal = None
-        if one is not None:
-            kind, value, gain, error, cases = one
-            adjustment = Adjustment(kind, value, gain, error, cases)
-            adjustment.check()
-        if two is not None:
+        conformal = None
+        if two is not None and values is not None:
             form, cases = two
-            Conformal.size(form, cases)
-            if values is not None:
-                conformal = Conformal(form, values, cases)
-                conformal.check()
-        return cls(adjustment, conformal, draws)
-
-
-def _check_cases(cases: Any) -> None:
-    if not is_integer(cases) or cases >= MOST_CASES:
-        raise ValueError("the cases of a calibration must be a positive number")
+            conformal = Conformal(form, values, cases)
+            conformal.check()
+        return cls(None if one is None else Adjustment(*one), conformal, draws)

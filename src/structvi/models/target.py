@@ -10,15 +10,9 @@ from torch import Tensor
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
 from ..util.checks import check_theta
+from ..util.patterns import few
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-
-#: torch's words for a value or an argument of a distribution that it does not take
-OUTSIDE = ("to be within the support", "to satisfy the constraint")
-INSTEAD = (
-    "a draw of a parameter, or the data, are where this distribution has no density: draws take every value unless the "
-    'parameter is given as positive(1.0), interval(0, 1) or its like: Parameters({"sigma": positive(1.0), ..})'
-)
 
 
 @runtime_checkable
@@ -71,53 +65,38 @@ class LogDensity:
         if not callable(fn):
             raise TypeError(f"LogDensity expects a function of a dict of named tensors, got {type(fn).__name__}")
         if not isinstance(parameters, Parameters):
-            raise TypeError(
-                f"LogDensity expects Parameters, got {type(parameters).__name__}; "
-                'write Parameters({"mu": torch.zeros(()), "sigma": positive(1.0)}), for example'
-            )
+            raise TypeError(f'expected Parameters({{"mu": torch.zeros(())}}), got {type(parameters).__name__}')
         self.fn: Callable[..., Tensor] = fn
         self.space = parameters
         self.evaluation = Evaluation(evaluation, chunk)
 
     def __repr__(self) -> str:
-        names = ", ".join(self.space.names[:8]) + (", .." if len(self.space.names) > 8 else "")
         own = self.fn.__name__ if isfunction(self.fn) else type(self.fn).__name__
-        return f"LogDensity({own} of {names}; P = {self.space.size})"
+        return f"LogDensity({own} of {few(self.space.names)}; P = {self.space.size})"
 
     def log_joint(self, theta: Tensor, batch: Any = None, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         check_theta(theta, self.space.without(fixed).size)
 
         def one(row: Tensor) -> Tensor:
             whole = self.space.join(row.unsqueeze(0), fixed).squeeze(0)
-            named = self.space.constrain(whole)
-            arguments = (named,) if batch is None else (named, batch)
-            value = _scalar(self.fn(*arguments), "the log density")
+            arguments = (self.space.constrain(whole),) if batch is None else (self.space.constrain(whole), batch)
+            value = _scalar(self.fn(*arguments))
             return value + self.space.log_jacobian(whole) if self.space.constraints else value
 
         try:
             return self.evaluation(one, theta, batch=batch)
-        except ValueError as error:
-            raise _told(error) from error
-        except KeyError as error:
-            error.add_note(f"the log density was given a dict of the parameters {', '.join(self.space.names)}")
-            raise
-        except RuntimeError as error:
-            if ".item()" in str(error):  # under vmap a distribution cannot say which value it does not take
-                for row in theta.detach():
-                    try:
-                        one(row)
-                    except ValueError as own:
-                        raise _told(own) from error
+        except (KeyError, ValueError) as error:
+            error.add_note(
+                f"the log density was given a dict of the parameters {few(self.space.names)}. A draw takes every value "
+                'unless its parameter is constrained: Parameters({"sigma": positive(1.0), ..})'
+            )
             raise
 
 
-def _told(error: ValueError) -> ValueError:
-    """Return the error with a remedy, if a distribution was given a value outside its support."""
-    return ValueError(f"{error}\n{INSTEAD}") if any(words in str(error) for words in OUTSIDE) else error
-
-
-def _scalar(value: Any, what: str) -> Tensor:
+def _scalar(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
         came = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{what} must return a floating scalar for one draw, got {came}; sum over its elements")
+        raise ValueError(
+            f"the log density must return a floating scalar for one draw, got {came}; sum over its elements"
+        )
     return value.reshape(())

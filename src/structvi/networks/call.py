@@ -2,16 +2,16 @@
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 Dropout = Literal["off", "on"]
@@ -42,54 +42,114 @@ def draws(module: nn.Module) -> bool:
     return module.training and isinstance(module, DROPOUTS) and isinstance(share, float) and share > 0
 
 
-class Found:
-    """The modules and the places of all tensors of a network, found in one walk."""
+@contextmanager
+def _replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Put values under their keys into dicts, and restore the values of before at the end.
 
-    def __init__(self, net: nn.Module):
-        self.modules = list(net.modules())
-        self.fused: list[nn.Module] = []
-        for module in self.modules:
-            if isinstance(module, FUSED_IN_EVAL):
-                self.fused.append(module)
+    Faster than `setattr` of a module, which takes longer than a small network.
+    """
+    had = []
+    try:
+        for holder, key, value in entries:
+            had.append((holder, key, holder[key]))
+            holder[key] = value
+        yield
+    finally:
+        for holder, key, value in had:
+            holder[key] = value
+
+
+class Turn:
+    """The lock of one network, the thread that holds it, and where the network's tensors are.
+
+    Places are found again only if a module or tensor was added or replaced. Between calls the modules are known by
+    weak references: else a hook that knows the network would keep it in memory.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.owner = threading.Lock(), 0
+        #: of the network, in the order of `net.modules()`, while a thread holds it
+        self.modules: list[nn.Module] = []
+        self._known: list[ref[nn.Module]] = []
+        self._form: list[int] = []
+
+    def look(self, net: nn.Module) -> None:
+        """Find the modules, and the places of all tensors if those have changed."""
+        self.modules = [module for one in self._known if (module := one()) is not None]
+        if len(self.modules) == len(self._known) > 0 and _form(self.modules) == self._form:
+            return
+        named = dict(net.named_modules())
+        self.modules = list(named.values())
+        self._known, self._form = [ref(module) for module in self.modules], _form(self.modules)
         #: every place of a tensor, by its first name
-        self.places: dict[str, list[tuple[dict[str, Any], str]]] = {}
-        self.parameters: dict[str, tuple[dict[str, Any], str]] = {}
-        #: those that a call may change in eval mode too: of modules that are not torch's
-        self.buffers: dict[str, tuple[nn.Module, bool]] = {}
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self._parameters: set[str] = set()
+        #: the positions of the modules of buffers
+        self._buffers: dict[str, int] = {}
+        self._fused = [i for i, module in enumerate(self.modules) if isinstance(module, FUSED_IN_EVAL)]
         first: dict[int, str] = {}
-        for prefix, module in net.named_modules(remove_duplicate=False):
+        for i, (prefix, module) in enumerate(named.items()):
             for holder in (module._parameters, module._buffers):
                 for key, tensor in holder.items():
                     if tensor is None:
                         continue
                     name = first.setdefault(id(tensor), f"{prefix}.{key}".removeprefix("."))
-                    if name not in self.places and holder is module._parameters:
-                        self.parameters[name] = holder, key
-                    elif name not in self.places:
-                        self.buffers[name] = module, not _of_torch(module)
-                    self.places.setdefault(name, []).append((holder, key))
+                    self._places.setdefault(name, []).append((holder, key))
+                    if holder is module._parameters:
+                        self._parameters.add(name)
+                    else:
+                        self._buffers.setdefault(name, i)
 
-    def call(self, net: nn.Module, tensors: Mapping[str, Tensor], arguments: Any = (), keywords: Any = None) -> Any:
-        """As `torch.func.functional_call`, which looks for every place again at every call."""
-        had = []
-        try:
-            for name, tensor in tensors.items():
-                for holder, key in self.places[name]:
-                    had.append((holder, key, holder[key]))
-                    holder[key] = tensor
-            return net(*arguments, **(keywords or {}))
-        finally:
-            for holder, key, tensor in reversed(had):
-                holder[key] = tensor
+    def others(self, given: Collection[str]) -> dict[str, Tensor]:
+        """Return the tensors that a call holds, without a gradient, or may change, as copies, beside those given."""
+        others = {}
+        for name in self._parameters.difference(given) if torch.is_grad_enabled() else ():
+            holder, key = self._places[name][0]
+            others[name] = holder[key].detach()
+        for name, i in self._buffers.items():
+            if self.modules[i].training or not _of_torch(self.modules[i]):
+                holder, key = self._places[name][0]
+                others[name] = holder[key].clone()
+        return others
+
+    def holding(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Put tensors into the network; `torch.func.functional_call` looks for every place again at every call."""
+        entries = []
+        for name, x in tensors.items():
+            for holder, key in self._places[name]:
+                entries.append((holder, key, x))
+        return _replaced(entries)
+
+    def unfused(self) -> AbstractContextManager[None]:
+        """Put layers of `FUSED_IN_EVAL` into training mode without dropout: the same numbers, and derivatives.
+
+        Recurrent layers keep a list of the weights of their last call: drawn ones would stay in memory with their
+        graph.
+        """
+        entries = []
+        for i in self._fused:
+            layer = self.modules[i]
+            own = vars(layer)
+            new = {name: own[name] for name in ("_flat_weights", "_flat_weight_refs") if name in own}
+            if not layer.training and _of_torch(layer):
+                # of an encoder layer dropout is a module, in a mode of its own
+                new |= {"training": True, "dropout": 0.0} if "dropout" in own else {"training": True}
+            entries += [(own, name, value) for name, value in new.items()]
+        return _replaced(entries) if entries else nullcontext()
 
 
-class Turn:
-    """The lock of one network, the thread that holds it, and what that thread has found in the network."""
+def _form(modules: Sequence[nn.Module]) -> list[int]:
+    """Return what is another list once a module or tensor has been added, removed or replaced."""
+    held: list[Any] = []
+    for module in modules:
+        for holder in (module._modules, module._parameters, module._buffers):
+            held += holder.values()
+    return list(map(id, held))
 
-    found: Found
 
-    def __init__(self) -> None:
-        self.lock, self.owner, self.depth = threading.RLock(), 0, 0
+def _of_torch(module: nn.Module) -> bool:
+    """Return whether its forward is torch's own: another may do anything in training mode, and to its buffers."""
+    return module.forward.__module__.startswith("torch.nn.modules.")
 
 
 _TURNS: WeakKeyDictionary[nn.Module, Turn] = WeakKeyDictionary()
@@ -113,32 +173,30 @@ def alone_with(net: nn.Module, caller: int | None = None) -> Iterator[Turn]:
     """
     with _GUARD:
         turn = _TURNS.get(net) or _TURNS.setdefault(net, Turn())
-    if caller is not None and turn.owner == caller:  # autograd's thread on a GPU works for the thread with the lock
-        yield turn
-        return
-    with turn.lock:
-        if not turn.depth:  # the walk holds as long as the thread holds the network
-            turn.owner, turn.found = threading.get_ident(), Found(net)
-        turn.depth += 1
+    here, before = threading.get_ident(), turn.owner
+    if before in (here, caller):
+        turn.owner = here
         try:
             yield turn
         finally:
-            turn.depth -= 1
-            if not turn.depth:
-                turn.owner = 0
-                del turn.found
+            turn.owner = before
+        return
+    with turn.lock:
+        turn.owner = here
+        try:
+            turn.look(net)
+            yield turn
+        finally:
+            turn.owner, turn.modules = 0, []
 
 
 @contextmanager
-def in_modes(
-    net: nn.Module, modes: Callable[[nn.Module], bool] | Sequence[bool], caller: int | None = None
-) -> Iterator[nn.Module]:
+def in_modes(net: nn.Module, modes: Callable[[nn.Module], bool] | Sequence[bool]) -> Iterator[nn.Module]:
     """Hold the network with its modules in these modes, and restore theirs at the end.
 
     Args:
         net: the network.
         modes: whether a module is in training mode, by a function or in the order of `net.modules()`.
-        caller: as in `alone_with`.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -148,19 +206,11 @@ def in_modes(
         >>> net.training
         True
     """
-    with alone_with(net, caller) as turn:
-        modules = turn.found.modules
-        had = [module.training for module in modules]
-        _set_modes(modules, map(modes, modules) if callable(modes) else modes)
-        try:
+    with alone_with(net) as turn:
+        modules = turn.modules
+        new = [modes(module) for module in modules] if callable(modes) else modes
+        with _replaced([(vars(module), "training", mode) for module, mode in zip(modules, new, strict=True)]):
             yield net
-        finally:
-            _set_modes(modules, had)
-
-
-def _set_modes(modules: Sequence[nn.Module], modes: Any) -> None:
-    for module, mode in zip(modules, modes, strict=True):
-        module.__dict__["training"] = mode  # nn.Module.__setattr__ takes longer than a small network
 
 
 @contextmanager
@@ -182,7 +232,6 @@ def call_network(
     precision: torch.dtype | None = None,
     checkpointed: bool = False,
     functional: Callable[..., Any] | None = None,
-    caller: int | None = None,
 ) -> Any:
     """Return the network's output, and restore its tensors, buffers and modes.
 
@@ -193,7 +242,6 @@ def call_network(
         precision: run it under autocast to this type, and convert its outputs to that of `tensors`.
         checkpointed: keep no activations; the backward pass calls the network again, with the same random numbers.
         functional: a function of `torch.func.functional_call`'s signature that calls it in another way.
-        caller: as in `alone_with`.
 
     Example:
         >>> tensors = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
@@ -203,91 +251,40 @@ def call_network(
     """
     precision = None if _EXACT.get() else precision
     if checkpointed:
-        caller = threading.get_ident()
-        call = partial(call_network, net, precision=precision, functional=functional, caller=caller)
-        return checkpoint(_in_modes_of_now(net, call, caller), tensors, arguments, keywords, use_reentrant=False)
+        call = _repeatable(net, partial(call_network, net, precision=precision, functional=functional))
+        return checkpoint(call, tensors, arguments, keywords, use_reentrant=False)
     some = next(iter(tensors.values()))
-    with alone_with(net, caller) as turn:
-        found = turn.found
-        every = {name: holder[key].detach() for name, (holder, key) in found.parameters.items() if name not in tensors}
-        for name, (module, always) in found.buffers.items():
-            if always or module.training:
-                (holder, key), *_ = found.places[name]
-                every[name] = holder[key].clone()
+    with alone_with(net) as turn:
+        every = {**turn.others(tensors), **tensors}
         autocast = nullcontext() if precision is None else torch.autocast(some.device.type, precision)
-        try:
-            with _unfused(found.fused) if found.fused else nullcontext(), autocast:
-                output = (functional or found.call)(net, {**every, **tensors}, arguments, keywords)
-        except Exception as error:  # whatever a network raises goes on its way, with what came to it
-            error.add_note(_called_with((arguments, keywords), some.dtype))
-            raise
+        with turn.unfused(), autocast:
+            if functional is not None:
+                output = functional(net, every, arguments, keywords)
+            else:
+                with turn.holding(every):
+                    output = net(*arguments, **(keywords or {}))
     if precision is not None:
-        output = tree_map(lambda x: x.to(some.dtype) if _is_floating(x) else x, output)
+        output = tree_map(lambda x: x.to(some.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, output)
     return output
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype.is_floating_point
-
-
-def check_precision(precision: Any, net: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a precision that would not run, or would silently be full precision."""
-    if precision not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(f"precision must be None, torch.bfloat16 or torch.float16, got {precision!r}")
-    if precision is None:
-        return
-    if dtype != torch.float32:
-        raise ValueError(f"precision={precision} is mixed with float32, and the weights are {dtype}: use net.float()")
-    if not torch.amp.is_autocast_available(device.type):
-        raise ValueError(f"torch has no mixed precision on {device.type!r}: fit with precision=None")
-    if device.type == "cpu" and any(isinstance(module, nn.LSTM) for module in net.modules()):
-        raise ValueError("torch runs LSTMs in half precision on few CPUs only: use precision=None")
-
-
-def _in_modes_of_now(net: nn.Module, call: Callable[..., Any], caller: int) -> Callable[..., Any]:
-    """Return the call for the backward pass, which repeats it later, and on a GPU in a thread of its own."""
-    modes = [module.training for module in net.modules()]
+def _repeatable(net: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call for the backward pass, which repeats it in other modes, and on a GPU in a thread of its own."""
+    modes, caller = [module.training for module in net.modules()], threading.get_ident()
 
     def again(*inputs: Any) -> Any:
-        with in_modes(net, modes, caller):
+        with alone_with(net, caller), in_modes(net, modes):
             return call(*inputs)
 
     return again
 
 
-@contextmanager
-def _unfused(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Put layers of `FUSED_IN_EVAL` into training mode without dropout: the same numbers, and derivatives.
-
-    Recurrent layers keep a list of the weights of their last call: drawn ones would stay in memory with their graph.
-    """
-    own = ("training", "dropout", "_flat_weights", "_flat_weight_refs")
-    had = [{name: vars(layer)[name] for name in own if name in vars(layer)} for layer in layers]
-    try:
-        for layer in layers:
-            if not layer.training and _of_torch(layer):
-                layer.__dict__["training"] = True
-                if "dropout" in vars(layer):  # of an encoder layer it is a module, in a mode of its own
-                    layer.__dict__["dropout"] = 0.0
-        yield
-    finally:
-        for layer, before in zip(layers, had, strict=True):
-            vars(layer).update(before)
-
-
-def _of_torch(module: nn.Module) -> bool:
-    """Return whether its forward is torch's own: another may do anything in training mode."""
-    return module.forward.__module__.startswith("torch.nn.modules.")
-
-
-def _called_with(inputs: Any, dtype: torch.dtype) -> str:
-    """Return a note on the inputs of a network that raised an error, and on a dtype unlike its weights'."""
-    given = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-    came = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given) or "that are no tensors"
-    note = f"the network, with weights of {dtype}, was called with inputs {came}"
-    if any(_is_floating(x) and x.dtype != dtype for x in given):
-        note += f"; convert them: x.{'float()' if dtype == torch.float32 else f'to({dtype})'}"
-    return note
+def check_precision(precision: Any, dtype: torch.dtype) -> None:
+    """Refuse a precision that would silently be full precision."""
+    if precision not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"precision must be None, torch.bfloat16 or torch.float16, got {precision!r}")
+    if precision is not None and dtype != torch.float32:
+        raise ValueError(f"precision={precision} is mixed with float32, and the weights are {dtype}: use net.float()")
 
 
 def padding_rows(net: nn.Module, names: Collection[str]) -> dict[str, int]:
@@ -318,9 +315,8 @@ def with_padding(tensors: Mapping[str, Tensor], rows: Mapping[str, int], net: nn
         tensor([0., 2., 2.])
     """
     changed = {}
-    for name, row in rows.items():
-        if name in tensors:
-            own = attrgetter(name)(net).detach()  # no parameter inside a functional_call
-            is_padding = (torch.arange(len(own), device=own.device) == row).unsqueeze(1)
-            changed[name] = torch.where(is_padding, own, tensors[name])
+    for name in rows.keys() & tensors.keys():
+        own = attrgetter(name)(net).detach()  # no parameter inside a functional_call
+        is_padding = (torch.arange(len(own), device=own.device) == rows[name]).unsqueeze(1)
+        changed[name] = torch.where(is_padding, own, tensors[name])
     return {**tensors, **changed} if changed else tensors

@@ -32,14 +32,13 @@ def head_tensors(net: nn.Module, layer: str | None) -> tuple[str, ...]:
         >>> head_tensors(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), None)
         ('2.weight', '2.bias')
     """
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {type(net).__name__}")
     known = {name: module for name, module in net.named_modules() if isinstance(module, LAYERS)}
-    if not known:
-        raise ValueError(f"{type(net).__name__} has no linear layer and no convolution: it has no linear head")
-    layer = list(known)[-1] if layer is None else layer
+    layer = list(known)[-1] if known and layer is None else layer
     if layer not in known:
-        raise ValueError(f"layer= must be the name of a linear layer or convolution, of {list(known)}, got {layer!r}")
+        raise ValueError(
+            f"{type(net).__name__} has no linear head: layer= must be the name of a linear layer or convolution, of "
+            f"{list(known)}, got {layer!r}"
+        )
     prefix = f"{layer}." if layer else ""
     return tuple(prefix + name for name, tensor in known[layer].named_parameters(recurse=False) if tensor.requires_grad)
 
@@ -55,34 +54,28 @@ class LastLayer:
 
     def __init__(self, net: nn.Module, space: Parameters, channels_first: bool):
         self.net, names = net, space.names
-        owners = {name.rpartition(".")[0] for name in names}
-        self.name = owners.pop()
-        layer = None if owners else net.get_submodule(self.name)
-        kinds = {name.rpartition(".")[2] for name in names}
-        own = isinstance(layer, LAYERS) and type(layer).forward in [kind.forward for kind in LAYERS]
-        if not isinstance(layer, LAYERS) or not own or "weight" not in kinds or kinds - {"weight", "bias"}:
+        self.name = names[0].rpartition(".")[0]
+        layer = net.get_submodule(self.name)
+        own = {f"{self.name}.{key}".removeprefix(".") for key, _ in layer.named_parameters(recurse=False)}
+        is_plain = type(layer).forward in [kind.forward for kind in LAYERS] and getattr(layer, "groups", 1) == 1
+        if not isinstance(layer, LAYERS) or not is_plain or own != {*names}:
             raise ValueError(
-                "fit_head is for a posterior over the weight and bias of one linear layer or convolution of torch, "
-                f"with a trainable weight that no other layer shares; here {', '.join(names)} are random. "
-                "variationalize_head(net, likelihood) makes one"
+                "fit_head is for a posterior over the weight and bias of one linear layer or convolution of torch, of "
+                f"one group, that no other layer shares and whose bias, if any, is trainable; here {', '.join(names)} "
+                "are random. variationalize_head(net, likelihood) makes one"
             )
-        self.bias, self.outputs = "bias" in kinds, layer.weight.shape[0]
-        if (layer.bias is not None) != self.bias or (isinstance(layer, CONVOLUTIONS) and layer.groups != 1):
-            raise ValueError(f"fit_head is for a layer {self.name!r} of one group whose bias, if any, is trainable")
+        self.bias, self.outputs = layer.bias is not None, layer.weight.shape[0]
         self.layer, self.space, self.width = layer, space, layer.weight[0].numel() + self.bias
         self.channels_first = channels_first
-        self._axis: int | None = None
+        #: of the outputs in the network's output, once `checked` has found it
+        self.axis: int | None = None
 
     @property
     def order(self) -> Tensor:
         """Return where in θ the weights and then the bias of output 0 lie, then those of output 1, ..: [C·D]."""
-        space, prefix = self.space, f"{self.name}." if self.name else ""
-        weight = torch.arange(self.outputs * (self.width - self.bias)).reshape(self.outputs, -1)
-        places = weight + space.slice(f"{prefix}weight").start
-        if self.bias:
-            bias = torch.arange(self.outputs).unsqueeze(-1) + space.slice(f"{prefix}bias").start
-            places = torch.cat([places, bias], -1)
-        return places.reshape(-1).to(space.device)
+        places = self.space.unravel(torch.arange(self.space.size))
+        weight_and_bias = [places[name].reshape(self.outputs, -1) for name in sorted(places, reverse=True)]
+        return torch.cat(weight_and_bias, -1).reshape(-1).to(self.space.device)
 
     def run(self, call: Callable[[], tuple[Any, Any]]) -> Pass:
         """Call the network, which gives its output and target; return these with the layer's features and output."""
@@ -114,39 +107,33 @@ class LastLayer:
             call: the network at other values of the layer [P].
             theta: [P].
         """
-        if self._axis is not None:
+        if self.axis is not None:
             return
         noise = torch.randn(theta.shape, generator=torch.Generator().manual_seed(0)).to(theta)
-        there = self.run(lambda: call(theta + self.space.scale.to(theta) * noise))
+        passes = here, self.run(lambda: call(theta + self.space.scale.to(theta) * noise))
         for axis in (1,) if self.channels_first else (1, -1, 0):
-            rows = [
-                self.as_rows(one.output, axis)
-                for one in (here, there)
-                if one.output.numel() == here.own.numel() and one.output.ndim > axis
-            ]
-            if len(rows) == 2 and torch.equal(rows[0], here.own) and torch.equal(rows[1], there.own):
-                self._axis = axis
+            self.axis = axis
+            fits = all(one.output.numel() == one.own.numel() and one.output.ndim > axis for one in passes)
+            if fits and all(torch.equal(self.as_rows(one.output), one.own) for one in passes):
                 return
+        self.axis = None
         raise ValueError(
             f"the network's output {tuple(here.output.shape)} is not that of its layer {self.name!r}: a nonlinearity, "
             "a normalisation, a pooling or a sum comes after it, or its weights are used elsewhere too. Name the last "
             "layer with layer=, let the network give its logits or means, or use fit"
         )
 
-    def as_rows(self, y: Tensor, axis: int | None = None) -> Tensor:
+    def as_rows(self, y: Tensor) -> Tensor:
         """Return what has the shape of the network's output as [n, C]."""
-        return y.movedim(self.axis if axis is None else axis, -1).reshape(-1, self.outputs)
+        assert self.axis is not None
+        return y.movedim(self.axis, -1).reshape(-1, self.outputs)
 
     def as_output(self, rows: Tensor, like: Tensor) -> Tensor:
         """Return [.., n, C] in the shape of the network's output, after the leading axes."""
+        assert self.axis is not None
         shape = like.movedim(self.axis, -1).shape
         axis = self.axis if self.axis < 0 else self.axis - like.ndim
         return rows.reshape(*rows.shape[:-2], *shape).movedim(-1, axis)
-
-    @property
-    def axis(self) -> int:
-        assert self._axis is not None
-        return self._axis
 
 
 def _features(layer: nn.Module, x: Tensor) -> Tensor:

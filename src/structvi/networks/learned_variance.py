@@ -17,8 +17,6 @@ from .last_layer import CONVOLUTIONS
 ROWS = 2000
 #: penalties that are tried, for standardised features
 PENALTIES = torch.logspace(-4, 6, 41, dtype=torch.float64)
-#: the least square of the size of features
-SMALLEST = 1e-6
 
 
 class OnePass(NamedTuple):
@@ -44,7 +42,7 @@ class OnePass(NamedTuple):
         if phi.shape[:-1] != own.shape[:-1]:
             phi = phi.reshape(own.shape[0], -1, phi.shape[-1]).mean(1)
             phi = phi.reshape(own.shape[0], *[1] * (own.ndim - 2), -1).expand(*own.shape[:-1], -1)
-        size = 0.5 * (phi.square().sum(-1, keepdim=True) + SMALLEST).log()
+        size = 0.5 * phi.square().sum(-1, keepdim=True).clamp(min=torch.finfo(phi.dtype).eps).log()
         return cls(output, torch.cat([phi, size, own, *([own.log_softmax(-1)] if is_classes else [])], -1), axis)
 
     def rows(self, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,11 +79,9 @@ class LearnedVariance(nn.Module):
     def __init__(self, layer: str, features: int, variances: int):
         super().__init__()
         self.layer = layer
-        self.register_buffer("slope", torch.zeros(features, variances))
-        self.register_buffer("constant", torch.zeros(variances))
-        self.register_buffer("low", torch.zeros(features))
-        self.register_buffer("high", torch.zeros(features))
-        self.register_buffer("least", torch.zeros(()))
+        shapes = {"slope": (features, variances), "constant": variances, "low": features, "high": features, "least": ()}
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.zeros(shape))
 
     @classmethod
     def fitted(cls, layer: str, features: Tensor, variance: Tensor) -> "LearnedVariance":
@@ -100,21 +96,18 @@ class LearnedVariance(nn.Module):
         centre, unit, mean = X.mean(0), X.std(0).clamp(min=1e-6), Y.mean(0)
         U, s, Vh = torch.linalg.svd((X - centre) / unit, full_matrices=False)
         along = U.mT @ (Y - mean)
+        penalty = PENALTIES.to(s.device).unsqueeze(1)
+        kept = s.square() / (s.square() + penalty)  # [penalties, F]
         left = (Y - mean).square().sum() - along.square().sum()
-        errors, slopes = [], []
-        for penalty in PENALTIES.tolist():
-            shrunk = s.square() / (s.square() + penalty)
-            residual = left + ((1 - shrunk).unsqueeze(-1) * along).square().sum()
-            errors.append(float(residual / (len(X) - 1 - shrunk.sum()).clamp(min=1e-3).square()))
-            slopes.append(s / (s.square() + penalty))
-        best = slopes[errors.index(min(errors))]
-        slope = Vh.mT @ (best.unsqueeze(-1) * along) / unit.unsqueeze(-1)
-        found = cls(layer, *slope.shape)
+        residual = left + (1 - kept).square() @ along.square().sum(1)
+        best = (residual / (len(X) - 1 - kept.sum(1)).clamp(min=1e-3).square()).argmin()
+        shrunk = (s / (s.square() + penalty[best])).unsqueeze(-1)
+        slope = Vh.mT @ (shrunk * along) / unit.unsqueeze(-1)
         constant = mean - centre @ slope
         constant = constant + (Y - X @ slope - constant).exp().mean(0).log()
-        parts = {"slope": slope, "constant": constant, "low": X.amin(0), "high": X.amax(0)}
-        own = {name: tensor.to(features.dtype) for name, tensor in parts.items()}
-        found.load_state_dict({**own, "least": features.new_zeros(())}, assign=True)
+        parts = {"slope": slope, "constant": constant, "low": X.amin(0), "high": X.amax(0), "least": X.new_zeros(())}
+        found = cls(layer, *slope.shape)
+        found.load_state_dict({name: tensor.to(features.dtype) for name, tensor in parts.items()}, assign=True)
         return found
 
     def forward(self, one: OnePass) -> Tensor:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .plain_kernels import PlainKernels
 
-Network = Callable[[Mapping[str, Tensor]], Any]
 #: torch's forward mode has one state for the whole process
 _FORWARD_MODE = threading.RLock()
 
@@ -56,22 +55,20 @@ class Linearised:
             return functional_call(net, {**held, **own, **at}, arguments, dict(keywords or {}))
 
         _load_rules()
-        failed: list[str] = []
-        for name, product in WAYS:
+        try:
+            with _FORWARD_MODE, PlainKernels():
+                output, change = jvp(network, (at,), (tangent,))  # pyright: ignore[reportAssignmentType]
+        except (RuntimeError, NotImplementedError) as error:
+            network(at)  # what is wrong with the network or its inputs is told as it is
             try:
-                with _FORWARD_MODE, PlainKernels():
-                    output, change = product(network, at, tangent)
-            except (RuntimeError, NotImplementedError) as error:
-                if not failed:
-                    network(at)  # what is wrong with the network or its inputs is told as it is
-                failed.append(f"{name}: {str(error).strip().splitlines()[0][:300]}")
-                continue
-            return tree_map(lambda y, dy: y + dy if isinstance(y, Tensor) and _real(y) else y, output, change)
-        raise NotImplementedError(
-            f"{type(net).__name__} cannot be linearised: an operation in it has no derivative of the kind that is "
-            f"needed. {'; '.join(failed)}. Replace that operation, leave its tensors out (variationalize(exclude=)), "
-            "or use linearise=False"
-        )
+                output, change = _two_vjps(network, at, tangent)
+            except (RuntimeError, NotImplementedError):
+                raise NotImplementedError(
+                    f"{type(net).__name__} cannot be linearised, for an operation in it has no derivative of forward "
+                    f"mode: {str(error).strip().splitlines()[0][:300]}. Replace that operation, leave its tensors out "
+                    "(variationalize(exclude=)), or use linearise=False"
+                ) from error
+        return tree_map(lambda y, dy: y + dy if _is_real(y) else y, output, change)
 
 
 @cache
@@ -83,38 +80,25 @@ def _load_rules() -> None:
         jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 
-def _forward(network: Network, at: Mapping[str, Tensor], tangent: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    output, change = jvp(network, (dict(at),), (dict(tangent),))  # pyright: ignore[reportAssignmentType]
-    return output, change
+def _two_vjps(
+    network: Callable[[Mapping[str, Tensor]], Any], at: Mapping[str, Tensor], tangent: Mapping[str, Tensor]
+) -> tuple[Any, Any]:
+    """Return f(θ₀) and Jv by autograd, which takes custom functions that functorch does not: Jᵀu is linear in u."""
+    leaves: list[Any] = []
+    layout: Any = None
 
+    def real_outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+        nonlocal leaves, layout
+        leaves, layout = tree_flatten(network(dict(zip(at, tensors, strict=True))))
+        return tuple(y for y in leaves if _is_real(y))
 
-def _two_vjps(network: Network, at: Mapping[str, Tensor], tangent: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    """Jv by autograd, which also takes custom functions that functorch does not: Jᵀu is linear in u."""
     graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tangent.values())
-    with torch.enable_grad():
-        leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in at.items()}
-        output = network(leaves)
-        flat, layout = tree_flatten(output)
-        changing = [i for i, y in enumerate(flat) if isinstance(y, Tensor) and y.requires_grad]
-        outputs = [flat[i] for i in changing]
-        u = [torch.zeros_like(y, requires_grad=True) for y in outputs]
-        pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, materialize_grads=True)
-        used = [(one, tangent[name]) for one, name in zip(pulled, leaves, strict=True) if one.requires_grad]
-        sides = [one for one, _ in used], u, [v for _, v in used]
-        changes = torch.autograd.grad(*sides, create_graph=graph, materialize_grads=True)
-    change: list[Any] = [torch.zeros_like(y) if isinstance(y, Tensor) else y for y in flat]
-    for i, dy in zip(changing, changes, strict=True):
-        change[i] = dy
-    detached = [y.detach() if isinstance(y, Tensor) else y for y in flat]
-    return tree_unflatten(detached, layout), tree_unflatten(change, layout)
+    vectors = tuple(tangent[name] for name in at)
+    with PlainKernels():
+        found = torch.autograd.functional.jvp(real_outputs, tuple(at.values()), vectors, create_graph=graph)
+    output, change = ([next(parts) if _is_real(y) else y for y in leaves] for parts in map(iter, found))
+    return tree_unflatten(output, layout), tree_unflatten(change, layout)
 
 
-#: name and product (network, θ₀, v) → (f(θ₀), Jv), in the order in which they are tried
-WAYS: tuple[tuple[str, Callable[..., tuple[Any, Any]]], ...] = (
-    ("forward mode", _forward),
-    ("two vector–Jacobian products", _two_vjps),
-)
-
-
-def _real(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+def _is_real(y: Any) -> bool:
+    return isinstance(y, Tensor) and (y.dtype.is_floating_point or y.dtype.is_complex)

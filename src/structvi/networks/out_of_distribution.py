@@ -45,28 +45,21 @@ class OutOfDistribution(nn.Module):
         The covariance is a mean over classes of those within a class, shrunk towards a multiple of the identity.
         """
         phi, logits = (torch.cat(part).double() for part in zip(*[one.pooled(classes) for one in train], strict=True))
-        label, (n, D) = logits.argmax(1) if classes > 1 else torch.zeros(len(phi)).long(), phi.shape
-        label = label.to(phi.device)
+        n, D = phi.shape
+        label = logits.argmax(1) if classes > 1 else torch.zeros(n, dtype=torch.long, device=phi.device)
         count = torch.bincount(label, minlength=classes)
         means = phi.new_zeros(classes, D).index_add(0, label, phi) / count.clamp(min=1).unsqueeze(1)
         means[count == 0] = phi.mean(0)
-        covariance = (phi - means[label]).mT @ (phi - means[label]) / n
+        covariance, one_each = (phi - means[label]).mT @ (phi - means[label]) / n, torch.eye(D).to(phi)
         shrunk, size = D / (n + D), covariance.diagonal().mean().clamp(min=1e-12)
-        covariance = (1 - shrunk) * covariance + shrunk * size * torch.eye(D).to(covariance)
-        root = torch.linalg.cholesky(covariance)
-        whiten = torch.linalg.solve_triangular(root, torch.eye(D).to(root), upper=False)
+        root = torch.linalg.cholesky((1 - shrunk) * covariance + shrunk * size * one_each)
         found = cls(layer, classes, D).to(phi)
-        parts = {"means": means, "whiten": whiten}
-        found.load_state_dict({**found.state_dict(), **parts}, assign=True)
+        found.means, found.whiten = means, torch.linalg.solve_triangular(root, one_each, upper=False)
         raw = torch.cat([found.parts(one).double() for one in held_out])
         middle, high = raw.median(0).values, raw.quantile(HELD, dim=0)
-        parts["typical"] = torch.stack([middle, high.maximum(middle + 1e-6 * (1 + middle.abs()))], 1)
-        found.load_state_dict({**found.state_dict(), **parts}, assign=True)
-        score = torch.cat([found(one) for one in held_out])
-        parts["threshold"] = score.quantile(HELD)
-        dtype = train[0].features.dtype
-        found.load_state_dict({name: tensor.to(dtype) for name, tensor in parts.items()}, assign=True)
-        return found
+        found.typical = torch.stack([middle, high.maximum(middle + 1e-6 * (1 + middle.abs()))], 1)
+        found.threshold = torch.cat([found(one) for one in held_out]).quantile(HELD)
+        return found.to(train[0].features.dtype)
 
     def parts(self, one: OnePass) -> Tensor:
         """Return the distance from the nearest class, and minus the largest logit: [B, 2]."""

@@ -1,15 +1,15 @@
 """Kronecker coordinates of a mean: the eigenvectors of E GGᵀ and E GᵀG for the gradient G of each weight tensor."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
-from ..families.basis import Tensors
+from ..families.basis import Basis
 from ..families.rotated import Mean
-from ..util.checks import check_integer
+from ..util.checks import check_fraction, check_integer
 from .adam import adam_groups
 
 if TYPE_CHECKING:
@@ -18,66 +18,19 @@ if TYPE_CHECKING:
 #: added to second moments before their eigenvectors are found, relative to the mean eigenvalue: directions without
 #: any gradient then have an eigenvector too
 RIDGE = 1e-4
-#: Newton–Schulz steps after a QR by Cholesky: each squares the error of orthogonality
-NEWTON_SCHULZ = 3
 
 
-class Axis(NamedTuple):
-    """One axis of all tensors of a shape."""
-
-    name: str
-    index: int
-    size: int
-    #: the names that `Rotated` families have for this axis of each tensor
-    members: tuple[str, ...]
-
-
-class SameShape(NamedTuple):
-    """Tensors of one shape, which are multiplied in one call: where each starts in θ, and the axes that turn."""
-
-    starts: tuple[int, ...]
-    shape: tuple[int, ...]
-    axes: tuple[Axis, ...]
-
-    def views(self, x: Tensor) -> list[Tensor]:
-        return [x[start : start + prod(self.shape)] for start in self.starts]
-
-    def stacked(self, x: Tensor) -> Tensor:
-        """Return their values in a vector [P]: [n, *shape]."""
-        return torch.stack(self.views(x)).unflatten(1, self.shape)
-
-
-class Coordinates:
+class Coordinates(Basis):
     """An orthogonal matrix for each axis of each tensor of a mean, in an optimizer's `state` of that mean.
 
-    `state["gram…"]` are running averages of GGᵀ along an axis, `state["basis…"]` the matrices Q: [n, s, s] for the n
-    tensors of a shape. Vectors of one axis, and axes longer than 2048, keep their own coordinates.
-
-    Args:
-        tensors: the layout of the mean, as `structvi.families.basis.layout` gives it.
+    `state["gram…"]` are running averages of GGᵀ along an axis, `state["basis…"]` the matrices Q, both [s, s].
     """
-
-    def __init__(self, tensors: Sequence[Tensors]):
-        shapes: dict[tuple[int, ...], list[Tensors]] = {}
-        for tensor in tensors:
-            if tensor.axes:
-                shapes.setdefault(tensor.shape, []).append(tensor)
-        self.shapes: list[SameShape] = []
-        for number, (shape, members) in enumerate(shapes.items()):
-            axes = tuple(
-                Axis(f"{number}_{axis.index}", axis.index, axis.size, tuple(one.axes[i].name for one in members))
-                for i, axis in enumerate(members[0].axes)
-            )
-            self.shapes.append(SameShape(tuple(one.start for one in members), shape, axes))
-
-    def axes(self) -> Iterator[Axis]:
-        return (axis for same in self.shapes for axis in same.axes)
 
     def initial(self, mean: Tensor) -> dict[str, Tensor]:
         """Return the state at the start: averages of zero, and identities."""
         state = {}
         for axis in self.axes():
-            eye = torch.eye(axis.size, dtype=mean.dtype, device=mean.device).repeat(len(axis.members), 1, 1)
+            eye = torch.eye(axis.size, dtype=mean.dtype, device=mean.device)
             state |= {f"gram{axis.name}": torch.zeros_like(eye), f"basis{axis.name}": eye}
         return state
 
@@ -86,32 +39,19 @@ class Coordinates:
 
         Args:
             x: [P].
-            matrices: "basis…" → [n, s, s].
+            matrices: "basis…" → [s, s].
             back: multiply with the transposes.
             squared: multiply with the squares of all elements of Q, which turns diagonals.
         """
-        out = x.clone()
-        targets: list[Tensor] = []
-        values: list[Tensor] = []
-        for same in self.shapes:
-            y = same.stacked(x)
-            for axis in same.axes:
-                Q = matrices[f"basis{axis.name}"]
-                Q = Q.square() if squared else Q
-                moved = y.movedim(axis.index + 1, 1)
-                y = ((Q.mT if back else Q) @ moved.flatten(2)).view(moved.shape).movedim(1, axis.index + 1)
-            targets += same.views(out)
-            values += list(y.reshape(len(y), -1))
-        if targets:
-            torch._foreach_copy_(targets, values)  # pyright: ignore[reportPrivateImportUsage]
-        return out
+        own = {axis.name: matrices[f"basis{axis.name}"] for axis in self.axes()}
+        return functional_call(self, own, (x,), {"back": back, "squared": squared})
 
     def observe(self, state: Mapping[str, Tensor], gradient: Tensor, weight: float) -> None:
         """Move the running averages of GGᵀ towards GGᵀ of a gradient [P]."""
-        for same in self.shapes:
-            G = same.stacked(gradient)
-            for axis in same.axes:
-                unfolded = G.movedim(axis.index + 1, 1).flatten(2)  # [n, s, rest]
+        for tensor in self.tensors:
+            G = gradient[tensor.start : tensor.stop].reshape(tensor.shape)
+            for axis in tensor.axes:
+                unfolded = G.movedim(axis.index, 0).flatten(1)  # [s, rest]
                 state[f"gram{axis.name}"].lerp_(unfolded @ unfolded.mT, weight)
 
     def refresh(self, state: Mapping[str, Tensor], first: bool) -> dict[str, Tensor]:
@@ -121,55 +61,48 @@ class Coordinates:
             state: the optimizer's state of the mean.
             first: take the eigenvectors, instead of one step of subspace iteration towards them.
         """
-        sizes: dict[int, list[str]] = {}
-        for axis in self.axes():
-            sizes.setdefault(axis.size, []).append(axis.name)
         changes: dict[str, Tensor] = {}
-        for names in sizes.values():  # axes of one size at once, whatever they belong to
-            grams, bases = (torch.cat([state[f"{kind}{name}"] for name in names]) for kind in ("gram", "basis"))
-            new = eigenvectors(grams) if first else iterated(grams, bases)
-            change = bases.mT @ new
-            counts = [len(state[f"basis{name}"]) for name in names]
-            for name, Q, own in zip(names, new.split(counts), change.split(counts), strict=True):
-                state[f"basis{name}"].copy_(Q)
-                changes[f"basis{name}"] = own
+        for axis in self.axes():
+            gram, Q = state[f"gram{axis.name}"], state[f"basis{axis.name}"]
+            new = eigenvectors(gram) if first else iterated(gram, Q)
+            changes[f"basis{axis.name}"] = Q.mT @ new
+            Q.copy_(new)
         return changes
 
     def give_to(self, turn: Callable[[Mapping[str, Tensor]], None], state: Mapping[str, Tensor]) -> None:
         """Let a `Rotated` family take these coordinates for its own; here they are the identity again."""
-        turn({one: Q for axis in self.axes() for one, Q in zip(axis.members, state[f"basis{axis.name}"], strict=True)})
+        turn({axis.name: state[f"basis{axis.name}"] for axis in self.axes()})
         for axis in self.axes():
             gram, Q = state[f"gram{axis.name}"], state[f"basis{axis.name}"]
             gram.copy_(Q.mT @ gram @ Q)
-            Q.copy_(torch.eye(axis.size, dtype=Q.dtype, device=Q.device).expand_as(Q))
+            Q.copy_(torch.eye(axis.size, dtype=Q.dtype, device=Q.device))
 
 
 def eigenvectors(moments: Tensor) -> Tensor:
-    """Return the eigenvectors of symmetric matrices [n, s, s], by falling eigenvalues."""
+    """Return the eigenvectors of a symmetric matrix [s, s], by falling eigenvalues."""
     return torch.linalg.eigh(_with_ridge(moments)).eigenvectors.flip(-1).to(moments.dtype)
 
 
 def iterated(moments: Tensor, Q: Tensor) -> Tensor:
-    """Return Q [n, s, s] after one step of subspace iteration towards the eigenvectors of the moments.
+    """Return Q [s, s] after one step of subspace iteration towards the eigenvectors of the moments.
 
     The columns of MQ become orthonormal by the Cholesky factor of their products, in float64: on a GPU that is much
-    faster than Householder's QR. Newton–Schulz steps remove what rounding leaves; where they fail, Q stays.
+    faster than Householder's QR. A second time removes what rounding leaves; where that fails, Q stays.
     """
     X = _with_ridge(moments) @ Q.double()
-    X = X / torch.linalg.vector_norm(X, dim=-2, keepdim=True)
-    L, _ = torch.linalg.cholesky_ex(X.mT @ X)
-    X = torch.linalg.solve_triangular(L, X.mT, upper=False).mT
-    for _ in range(NEWTON_SCHULZ):
-        X = 1.5 * X - 0.5 * X @ (X.mT @ X)
-    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
-    good = (X.mT @ X - eye).abs().amax((-2, -1), keepdim=True) < 1e-7  # false for NaN
+    X = X / torch.linalg.vector_norm(X, dim=0)
+    for _ in range(2):
+        L, _ = torch.linalg.cholesky_ex(X.mT @ X)
+        X = torch.linalg.solve_triangular(L, X.mT, upper=False).mT
+    eye = torch.eye(len(X), dtype=X.dtype, device=X.device)
+    good = (X.mT @ X - eye).abs().amax() < 1e-7  # false for NaN
     return torch.where(good, X, Q.double()).to(Q.dtype)
 
 
 def _with_ridge(moments: Tensor) -> Tensor:
     M = moments.double()
-    ridge = RIDGE * M.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(torch.float64).tiny
-    return M + ridge[:, None, None] * torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    ridge = RIDGE * M.diagonal().mean() + torch.finfo(torch.float64).tiny
+    return M + ridge * torch.eye(len(M), dtype=M.dtype, device=M.device)
 
 
 class CoordinateOptimizer(torch.optim.Adam):
@@ -195,22 +128,19 @@ class CoordinateOptimizer(torch.optim.Adam):
     ):  # fmt: skip
         check_integer("refresh", refresh)
         check_integer("turn", turn, optional=True)
-        check_beta("gram_beta", gram_beta)
+        check_fraction("gram_beta", gram_beta)
         own = [parameter for group in groups for parameter in group["params"]]
         super().__init__([*groups, *adam_groups(posterior, rest_lr, without=own)], lr=groups[0]["lr"])
         self.defaults |= {"rest_lr": rest_lr, "refresh": refresh, "turn": turn, "gram_beta": gram_beta, **options}
         self.own = own
-        self.coordinates = {mean.parameter: Coordinates(mean.tensors) for mean in means}
+        self.coordinates = {mean.parameter: Coordinates(mean.space) for mean in means}
         self.turns = {mean.parameter: mean.turn for mean in means if mean.turn is not None}
         self.refresh, self.turn, self.gram_weight = refresh, turn, 1 - gram_beta
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make one step, as any torch optimizer does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         gradients = [parameter.grad for parameter in self.own]
         self._move()
         for parameter in self.own:
@@ -243,9 +173,3 @@ class CoordinateOptimizer(torch.optim.Adam):
             if turn is not None and self.turn and not self.settled and made % (self.refresh * self.turn) == 0:
                 self._given(mean)
                 coordinates.give_to(turn, state)
-
-
-def check_beta(name: str, value: float) -> None:
-    """Refuse a rate of a running average outside [0, 1)."""
-    if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError(f"{name} must be inside [0, 1), got {value!r}")

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..families.mean_field import diagonal_normals
 from ..families.rotated import means_of
-from ..util.checks import check_positive
+from ..util.checks import check_fraction, check_positive
 from .adam import DEFAULT_LR
-from .coordinates import CoordinateOptimizer, check_beta
+from .coordinates import CoordinateOptimizer
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -58,7 +58,7 @@ class NaturalGradient(CoordinateOptimizer):
     ):  # fmt: skip
         for name, value in (("lr", lr), ("scale_lr", scale_lr), ("radius", radius), ("rest_lr", rest_lr)):
             check_positive(value, name)
-        check_beta("beta", beta)
+        check_fraction("beta", beta)
         family = posterior.family
         #: means and log scales [P] of each normal
         self.normals = diagonal_normals(family)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..families.rotated import means_of
-from ..util.checks import check_positive
+from ..util.checks import check_fraction, check_positive
 from .adam import DEFAULT_LR
-from .coordinates import CoordinateOptimizer, check_beta
+from .coordinates import CoordinateOptimizer
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
@@ -53,7 +53,7 @@ class Soap(CoordinateOptimizer):
         check_positive(lr, "lr")
         check_positive(scale_lr, "scale_lr")
         for beta in betas:
-            check_beta("betas", beta)
+            check_fraction("betas", beta)
         means = means_of(posterior.family)
         if not means:
             raise TypeError(

@@ -7,7 +7,7 @@ lie at the end of the search.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
-from math import exp
+from math import exp, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,23 +21,13 @@ from ..models.calibration import Adjustment, Calibration, Conformal, Kind
 from ..util.checks import check_iterable, check_seed
 from . import conformal as scoring
 from .predict import draws_for
-from .predictive import (
-    Predictive,
-    PredictiveDraws,
-    adjustable,
-    log_average,
-    log_probabilities,
-    observed_target,
-    on_device,
-)
-from .temperature import GRID, adjust, each_temperature
+from .predictive import Predictive, PredictiveDraws, log_average, log_probabilities, observed_target, on_device
+from .temperature import FEWEST, GRID, ONE, cross_fitted_losses, each_temperature, fit_temperature
 
 if TYPE_CHECKING:
     from ..ensemble.ensemble import Ensemble
     from ..posterior import Posterior
 
-#: numbers of a tensor that count in the hash of a case, evenly spread
-ELEMENTS = 1024
 #: hashes that a fingerprint has
 KEPT = 512
 #: a share of common cases above this means that two loaders have the same data; a few may be equal by chance
@@ -79,29 +69,25 @@ def calibrate(
     """
     check_seed(seed)
     loaders = [loader for loader in (validation, conformal) if loader is not None]
+    if not loaders:
+        raise ValueError("give held-out data: calibrate(validation), calibrate(validation, conformal=other)")
     for loader in loaders:
         check_iterable(loader)
         if iter(loader) is loader:
             raise TypeError("calibrate reads its data several times: give a DataLoader or a list of batches")
-    if not loaders:
-        raise ValueError("give held-out data: calibrate(validation), calibrate(validation, conformal=other)")
-    inputs = next((posterior.model.split(batch)[0] for batch in loaders[0]), None)
-    if inputs is None:
-        raise ValueError("the loader gave no batch")
+    inputs = posterior.model.split(next(iter(loaders[0])))[0]
     generator = torch.Generator().manual_seed(seed)
     predict = draws_for(posterior, inputs, draws, reference=reference, generator=generator, calibrated=False)
-    kind = adjustable(predict.mixture(on_device(inputs, predict.device)))
+    kind = _adjustable(predict.mixture(on_device(inputs, predict.device)))
     if kind is None and conformal is None:
         what = type(posterior.model.likelihood).__name__
         raise ValueError(f"{what} has neither a temperature nor a scale: conformal=held_out gives intervals")
-    notes = _checked(posterior.chosen_on, None if kind is None else validation, conformal)
+    notes = _checked(posterior.chosen_on, validation, conformal)
     # without data for another the one that there is stays: a fit around a network may have put it on top
     before = posterior.calibration
     adjustment = before.adjustment if before is not None and validation is None else None
     if validation is not None and kind is not None:
         adjustment = _adjustment(predict, kind, validation, seed)
-    elif validation is not None:
-        notes += ("this likelihood has neither a temperature nor a scale: validation was not used for one",)
     found = Calibration(adjustment, None, predict.draws, notes)
     if conformal is not None:
         predict.calibration = found
@@ -110,50 +96,60 @@ def calibrate(
     return found
 
 
+def _adjustable(predictive: Predictive) -> Kind | None:
+    """Return what can be fitted on top of a predictive: a temperature of labels, a scale of normals."""
+    if predictive.is_of_labels:
+        return "temperature"
+    return "scale" if type(predictive.components) is Normal else None
+
+
 def _checked(
     chosen_on: str | None, validation: Iterable[Any] | None, conformal: Iterable[Any] | None
 ) -> tuple[str, ...]:
     """Return notes on the data; conformal ones that are used for another choice are refused."""
-    mine = None if validation is None else fingerprint(validation)
-    if conformal is not None:
-        theirs = fingerprint(conformal)
-        if chosen_on is not None and share_in(theirs, chosen_on) > COMMON:
+    mine = "" if validation is None else fingerprint(validation)
+    theirs = "" if conformal is None else fingerprint(conformal)
+    for name, used in (("that the fit chose on", chosen_on or ""), ("of validation=", mine)):
+        if share_in(theirs, used) > COMMON:
             raise ValueError(
-                "the conformal data are those that the fit chose on, validation=, and the guarantee would not hold: "
-                "give cases that were used for nothing, conformal=others"
+                f"the conformal data have cases {name}, and the guarantee would not hold: give cases that were used "
+                "for nothing; torch.utils.data.random_split makes two data sets of one"
             )
-        if mine is not None and share_in(theirs, mine) > COMMON:
-            raise ValueError(
-                "validation and conformal have cases in common, and conformal data are to be used for no other choice: "
-                "give other cases; torch.utils.data.random_split makes two data sets of one"
-            )
-    if mine is not None and chosen_on is not None and share_in(mine, chosen_on) > COMMON:
+    if share_in(mine, chosen_on or "") > COMMON:
         return ("the fit chose on these data too: the gain above is optimistic",)
     return ()
 
 
-def _predicted(predict: PredictiveDraws, batches: Iterable[Any]) -> Iterator[tuple[Predictive, Tensor, Tensor | None]]:
+def _predicted(predict: PredictiveDraws, batches: Iterable[Any]) -> Iterator[tuple[Predictive, Tensor, Tensor]]:
     """The calibrated predictive of each batch, its target, and which elements of that were observed."""
     for batch in batches:
         inputs, target = predict.split(batch)
         pred = predict(inputs)
         pred.log_prob(target)  # its checks of shapes and labels
-        yield pred, *observed_target(pred.likelihood, target)
+        t, observed = observed_target(pred.likelihood, target)
+        yield pred, t, torch.ones_like(t, dtype=torch.bool) if observed is None else observed
 
 
 def _adjustment(predict: PredictiveDraws, kind: Kind, batches: Iterable[Any], seed: int) -> Adjustment:
-    """`adjust` on the losses of every case, summed over its observed elements."""
+    """Return the value with the least loss, and what it gains on cases that took no part in its fit."""
     losses, counts = [torch.zeros(0, len(GRID))], [torch.zeros(0)]
     for pred, t, observed in _predicted(predict, batches):
-        seen = torch.ones(t.shape, dtype=torch.bool, device=t.device) if observed is None else observed
         each = _label_losses(pred, t) if kind == "temperature" else _number_losses(pred, t)  # [B, ..] at every point
-        table = torch.stack([(loss * seen).reshape(len(t), -1).sum(1).cpu() for loss in each], 1)
-        number = seen.reshape(len(t), -1).sum(1).double().cpu()
-        losses.append(table[number > 0])
-        counts.append(number[number > 0])
-    every, count = torch.cat(losses), torch.cat(counts)
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))
-    return adjust(kind, every[order], count[order])
+        losses.append(torch.stack([(loss * observed).reshape(len(t), -1).sum(1).cpu() for loss in each], 1))
+        counts.append(observed.reshape(len(t), -1).sum(1).double().cpu())
+    table, count = torch.cat(losses), torch.cat(counts)
+    table, count = table[count > 0], count[count > 0]
+    n, total = len(table), float(count.sum())
+    if n < FEWEST:
+        raise ValueError(f"a {kind} is fitted on at least {FEWEST} held-out cases with observed targets, got {n}")
+    if not bool(table.isfinite().all()):
+        raise ValueError("the log probability of some held-out cases is not finite: look at predict(x).outputs there")
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    table, count = table[order], count[order]
+    gains = table[:, ONE] - cross_fitted_losses(table)
+    gain = float(gains.sum()) / total
+    error = sqrt(float((gains - gain * count).square().sum()) * n / (n - 1)) / total
+    return Adjustment(kind, fit_temperature(table), gain, error, n)
 
 
 def _label_losses(pred: Predictive, t: Tensor) -> Iterator[Tensor]:
@@ -164,9 +160,9 @@ def _label_losses(pred: Predictive, t: Tensor) -> Iterator[Tensor]:
 
 def _number_losses(pred: Predictive, t: Tensor) -> Iterator[Tensor]:
     """−log p of the mixture stretched around its mean by every scale c: log c − log p(m + (t − m)/c)."""
-    d = pred.components
+    d, weights = pred.components, pred.weights.double()
     assert isinstance(d, Normal)
-    wide, weights = Normal(d.loc.double(), d.scale.double(), validate_args=False), pred.weights.double()
+    wide = Normal(d.loc.double(), d.scale.double(), validate_args=False)
     mean = torch.tensordot(weights, wide.loc, dims=1)
     for u in GRID.tolist():
         yield u - log_average(wide.log_prob(mean + (t.double() - mean) * exp(-u)), weights)
@@ -174,19 +170,16 @@ def _number_losses(pred: Predictive, t: Tensor) -> Iterator[Tensor]:
 
 def _conformal(predict: PredictiveDraws, batches: Iterable[Any]) -> Conformal:
     """The scores of all cases, of the calibrated predictive."""
-    parts, form = [], None
+    parts, form = [torch.zeros(0)], None
     for pred, t, observed in _predicted(predict, batches):
         form = scoring.form_of(pred.is_of_labels, t)
         if form == "number":
-            parts.append(scoring.number_scores(pred.mean, pred.std, t, observed).cpu())
+            own = scoring.number_scores(pred.mean, pred.std, t, observed)
         else:
-            parts.append(
-                (scoring.label_scores if form == "label" else scoring.mask_losses)(pred.mean, t, observed).cpu()
-            )
-    if form is None or not sum(len(part) for part in parts):
-        raise ValueError(
-            "the conformal data have no case with an observed target, or of masks none with a label to miss"
-        )
+            own = (scoring.label_scores if form == "label" else scoring.mask_losses)(pred.mean, t, observed)
+        parts = [one for one in (*parts, own.cpu()) if len(one)]
+    if form is None or not parts:
+        raise ValueError("the conformal data have no observed target, or of masks none with a label to miss")
     return scoring.joined(form, parts)
 
 
@@ -196,9 +189,8 @@ def _conformal(predict: PredictiveDraws, batches: Iterable[Any]) -> Conformal:
 def fingerprint(loader: Iterable[Any]) -> str:
     """Return the cases of a loader, in so few digits that it can be told later whether another has them too.
 
-    A case is a row of a batch, input and target of one image. It is known by a hash of at most `ELEMENTS` numbers of
-    each of its tensors, and a loader by the `KEPT` smallest of these hashes. Data that are made anew at each reading,
-    by augmentation, are not known again.
+    A case is a row of a batch, input and target of one image. It is known by a hash of its tensors, and a loader by the
+    512 smallest of these hashes. Data that are made anew at each reading, by augmentation, are not known again.
 
     Example:
         >>> x, t = torch.arange(6.0).reshape(6, 1), torch.arange(6)
@@ -219,22 +211,16 @@ def share_in(one: str, other: str) -> float:
     a, b = one.split(","), other.split(",")
     # up to here both know all of their cases
     bound = min([codes[-1] for codes in (a, b) if len(codes) >= KEPT], default="g")
-    known = [code for code in a if code and code <= bound]
-    return len(set(known) & set(b)) / len(known) if known else 0.0
+    known = {code for code in a if code and code <= bound}
+    return len(known & set(b)) / len(known) if known else 0.0
 
 
 def _case_hashes(batch: Any) -> list[str]:
     """8 digits for each row of a batch."""
-    B = rows(batch)
-    parts = []
+    B, parts = rows(batch), []
     for leaf in tree_leaves(plain(batch)):
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
-            leaf = torch.as_tensor(leaf)
-        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != B or leaf.numel() == 0:
-            continue
-        flat = leaf.detach().reshape(B, -1)
-        if flat.shape[1] > ELEMENTS:
-            chosen = torch.linspace(0, flat.shape[1] - 1, ELEMENTS, dtype=torch.float64).long()
-            flat = flat[:, chosen.to(flat.device)]
-        parts.append(flat.cpu().contiguous().view(torch.uint8).numpy())
+        is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub"
+        if (is_array or isinstance(leaf, Tensor)) and leaf.shape[:1] == (B,):
+            flat = torch.as_tensor(leaf).detach().reshape(B, -1)
+            parts.append(flat.cpu().contiguous().view(torch.uint8).numpy())
     return [blake2b(b"|".join(part[b].tobytes() for part in parts), digest_size=4).hexdigest() for b in range(B)]

@@ -8,8 +8,6 @@
   the average over the classes that the case has. Cases without such pixels have no loss, and do not count.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,35 +24,30 @@ def form_of(labels: bool, t: Tensor) -> Form:
     return "label" if t[:1].numel() == 1 else "mask"
 
 
-def label_scores(p: Tensor, t: Tensor, observed: Tensor | None) -> Tensor:
+def label_scores(p: Tensor, t: Tensor, observed: Tensor) -> Tensor:
     """1 − p_t of the cases with a label: p [B, C] (or those of 1, in the shape of t), t [B, ..] → [n]."""
     both = _both(p, p.shape == t.shape)
-    score = 1 - both.gather(1, t.reshape(-1, 1).long()).squeeze(1)
-    return score if observed is None else score[observed.reshape(-1)]
+    return (1 - both.gather(1, t.reshape(-1, 1).long()).squeeze(1))[observed.reshape(-1)]
 
 
-def number_scores(mean: Tensor, std: Tensor, t: Tensor, observed: Tensor | None) -> Tensor:
+def number_scores(mean: Tensor, std: Tensor, t: Tensor, observed: Tensor) -> Tensor:
     """The largest |t − mean|/std of each case with a number: [B, ..] each → [n]."""
-    score = ((t.double() - mean.double()).abs() / std.double()).reshape(len(t), -1)
-    if observed is None:
-        return score.amax(1)
+    score = (t.double() - mean.double()).abs() / std.double()
     seen = observed.reshape(len(t), -1)
-    return score.masked_fill(~seen, 0.0).amax(1)[seen.any(1)]
+    return score.reshape(len(t), -1).masked_fill(~seen, 0.0).amax(1)[seen.any(1)]
 
 
-def mask_losses(p: Tensor, t: Tensor, observed: Tensor | None) -> Tensor:
+def mask_losses(p: Tensor, t: Tensor, observed: Tensor) -> Tensor:
     """Return the loss at every threshold of each case with labels: p [B, C, ..] or [B, ..] of 1 → [n, G]."""
-    B, G, binary = len(t), len(THRESHOLDS), p.shape == t.shape
-    t = t.long()
-    own = p if binary else p.gather(1, t.unsqueeze(1)).squeeze(1)  # of the label that came
-    counts = torch.ones_like(t, dtype=torch.bool) if observed is None else observed
-    C = 1 if binary else p.shape[1]
-    if binary:
-        counts, t = counts & (t == 1), torch.zeros_like(t)
+    B, G, t = len(t), len(THRESHOLDS), t.long()
+    if p.shape == t.shape:  # of 0 and 1: one class, the pixels that are 1
+        observed, own, t, C = observed & (t == 1), p, torch.zeros_like(t), 1
+    else:
+        own, C = p.gather(1, t.unsqueeze(1)).squeeze(1), p.shape[1]  # of the label that came
     row = torch.arange(B, device=t.device).reshape(-1, *[1] * (t.ndim - 1)).expand_as(t)
     # a label is missed at all thresholds above its probability
     first = torch.bucketize(own.double().clamp(0, 1), THRESHOLDS.to(t.device), right=True)
-    where = ((row * C + t) * (G + 1) + first)[counts]
+    where = ((row * C + t) * (G + 1) + first)[observed]
     found = torch.bincount(where, minlength=B * C * (G + 1)).cpu().reshape(B, C, G + 1).double()
     number = found.sum(-1)  # [B, C]
     missed = found[..., :G].cumsum(-1) / number.clamp(min=1).unsqueeze(-1)
@@ -80,12 +73,9 @@ def masks(p: Tensor, conformal: Conformal, level: float) -> Tensor:
 
 def joined(form: Form, parts: list[Tensor]) -> Conformal:
     """Return the scores of all cases as one value."""
-    values: Any = torch.cat(parts).double().cpu()
+    values = torch.cat(parts).double()
     if not bool(values.isfinite().all()):
-        raise ValueError(
-            f"{int((~values.isfinite()).sum())} conformal scores are not finite: look at the network's outputs there, "
-            "predict(x).outputs, and at predict(x).std"
-        )
+        raise ValueError("some conformal scores are not finite: look at predict(x).outputs there, and predict(x).std")
     if form == "mask":  # rounding of an average must not break its order
         return Conformal(form, values.mean(0).clamp(0, 1).cummax(0).values, len(values))
     return Conformal(form, values.clamp(min=0).sort().values, len(values))

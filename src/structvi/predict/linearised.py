@@ -7,7 +7,6 @@ this does not tell. It is for few outputs: an input takes a backward pass for ea
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,24 +14,20 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..families.gaussian import Gaussian
-from ..families.mixture import weighted_normals
+from ..families.mixture import Weighted, weighted_normals
 from ..models.bayesian_model import BayesianModel, arguments_of, plain, taken
-from ..models.likelihoods import Gaussian as GaussianNoise
 from ..networks.call import alone_with
 from ..networks.plain_kernels import PlainKernels
 from ..util.random_streams import seed_from
-from .predictive import Predictive, PredictiveDraws, evenly_spread, on_device
+from .predictive import CHUNK, DRAWN_NUMBERS, DRAWS, Predictive, PredictiveDraws, evenly_spread, is_closed, on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: points at which outputs are drawn, in all, and at least for each normal of a mixture; powers of two
-POINTS, FEWEST = 256, 32
-#: outputs O of an input, and numbers O·P of its Jacobian, beyond which weights are drawn instead
-FEW_OUTPUTS, MOST_NUMBERS = 48, 2**22
-#: numbers of Jacobians that are held at once, on a CPU and on a GPU, which waits for Python otherwise
-JACOBIAN_NUMBERS, ON_GPU = 2**26, 2**28
+#: points at which outputs are drawn; a power of two
+POINTS = 256
+#: numbers of Jacobians that are held at once on a GPU, which waits for Python otherwise: 2²⁸
+ON_GPU = 268_435_456
 
 
 class OutputMoments(NamedTuple):
@@ -42,6 +37,7 @@ class OutputMoments(NamedTuple):
     covariance: Tensor  # [B, O, O], between the O outputs of one input, in the order of mean[b].flatten()
 
 
+@torch.no_grad()
 def output_moments(posterior: "Posterior", x: Any) -> OutputMoments:
     """Return mean and covariance of the linearised network's output at every input, exactly: J Σ Jᵀ.
 
@@ -58,26 +54,18 @@ def output_moments(posterior: "Posterior", x: Any) -> OutputMoments:
         >>> mean.shape, covariance.shape
         (torch.Size([5, 2]), torch.Size([5, 2, 2]))
     """
-    density = posterior.family()
-    with torch.no_grad():
-        parts = weighted_normals(density) if density.centred or posterior.model.linearised_at is not None else []
-        if not parts:
-            raise TypeError(
-                "the outputs have a covariance in closed form for Gaussian families, and mixtures of them around one "
-                f"point; {type(density).__name__} is none: predict(x) draws from it"
-            )
-        theta = _theta(posterior, density.mean)
-        weights = torch.stack([density.mean.new_tensor(one.weight) for one in parts]).view(-1, 1, 1)
-        means, covariances = [], []
-        for y, J in jacobians(posterior, theta, x):
-            moments = [_moments(one.normal, theta, y, J) for one in parts]
-            own = torch.stack([mean.reshape(len(y), -1) for mean, _ in moments])  # [C, b, O]
-            mean = (weights * own).sum(0)
-            apart = (own - mean).movedim(0, -1)  # [b, O, C]
-            within = sum(one.weight * covariance for one, (_, covariance) in zip(parts, moments, strict=True))
-            means.append(mean.reshape(y.shape))
-            covariances.append(within + (apart * weights.view(-1)) @ apart.mT)
-        return OutputMoments(torch.cat(means), torch.cat(covariances))
+    theta, parts = _normals(posterior)
+    if not parts:
+        raise TypeError(
+            "the outputs have a covariance in closed form for Gaussian families, and mixtures of them around one "
+            f"point; {type(posterior.family).__name__} gives none: predict(x) draws from it"
+        )
+    means, covariances = _moments(posterior, theta, parts, x)
+    weights = theta.new_tensor([one.weight for one in parts])
+    mean = torch.tensordot(weights, means, dims=1)
+    apart = (means - mean).reshape(*covariances.shape[:-1]).movedim(0, -1)  # [B, O, C]
+    within = torch.tensordot(weights, covariances, dims=1)
+    return OutputMoments(mean, within + (apart * weights) @ apart.mT)
 
 
 class LinearisedDraws(PredictiveDraws):
@@ -86,45 +74,35 @@ class LinearisedDraws(PredictiveDraws):
     Args:
         posterior: one that `is_normal` says yes to.
         generator: of the points; the same ones at every call if None.
-        points: how many, a share for each normal of a mixture.
+        members: of the ensemble whose member it is, which share the points.
     """
 
-    def __init__(self, posterior: "Posterior", generator: torch.Generator | None = None, points: int = POINTS):
+    def __init__(self, posterior: "Posterior", generator: torch.Generator | None = None, members: int = 1):
         self.posterior, self.note = posterior, "in function space"
-        with _derivatives():
-            density = posterior.family()
-            self.parts = weighted_normals(density)
-            self.theta = _theta(posterior, density.mean)
+        with torch.inference_mode(False), torch.no_grad():  # derivatives can be taken where they are asked for
+            self.theta, self.parts = _normals(posterior)
         self.device = self.theta.device
-        likelihood = posterior.model.likelihood
-        #: whether the noise leaves p(t) a mixture of normals
-        self.is_closed = type(likelihood) is GaussianNoise and likelihood.noise not in ("head", "random")
-        share = max(FEWEST, points // 2 ** (len(self.parts) - 1).bit_length())
-        self.each = 1 if self.is_closed else share if len(self.parts) > 1 else points
+        self.is_closed = is_closed(posterior.model.likelihood)
+        share = POINTS >> (len(self.parts) * members - 1).bit_length()
+        self.each = 1 if self.is_closed else max(share, DRAWS)
         self.draws = self.each * len(self.parts)
         (self.seed,) = (0,) if generator is None else seed_from(generator)
 
     def mixture(self, inputs: Any) -> Predictive:
-        model = self.posterior.model
-        weights = self.theta.new_tensor([one.weight for one in self.parts]).repeat_interleave(self.each) / self.each
-        outputs, within = [], []
-        with _derivatives():
-            noise: Tensor | None = None
-            for y, J in jacobians(self.posterior, self.theta, _differentiable(inputs)):
-                means, covariances = zip(*[_moments(one.normal, self.theta, y, J) for one in self.parts], strict=True)
-                if self.is_closed:
-                    variance = torch.stack([one.diagonal(dim1=-2, dim2=-1) for one in covariances]).clamp(min=0.0)
-                    outputs.append(torch.stack(means))
-                    within.append(variance.masked_fill(~variance.isfinite(), torch.nan).reshape(outputs[-1].shape))
-                    continue
-                noise = evenly_spread(self.each, J.shape[1], self.seed).to(self.device) if noise is None else noise
-                drawn = normal_outputs(torch.cat(means), torch.cat(covariances), noise)
-                outputs.append(torch.cat(drawn.unflatten(1, (len(self.parts), -1)).unbind(1)))
-            values = model.likelihood_values(self.theta.unsqueeze(0).expand(self.draws, -1))
-            return Predictive(
-                torch.cat(outputs, 1), weights, model.likelihood, values, self.note, True,
-                torch.cat(within, 1) if self.is_closed else None,
-            )  # fmt: skip
+        likelihood = self.posterior.model.likelihood
+        weights = self.theta.new_tensor([one.weight for one in self.parts])
+        with torch.inference_mode(False), torch.no_grad():
+            means, covariances = _moments(self.posterior, self.theta, self.parts, _differentiable(inputs))
+            if self.is_closed:
+                variance = covariances.diagonal(dim1=-2, dim2=-1).clamp(min=0.0)
+                within = variance.masked_fill(~variance.isfinite(), torch.nan).reshape(means.shape)
+                return Predictive(means, weights, likelihood, {}, self.note, True, within)
+            noise = evenly_spread(self.each, covariances.shape[-1], self.seed).to(self.device)
+            drawn = normal_outputs(means.flatten(0, 1), covariances.flatten(0, 1), noise)  # [S, C·B, ..]
+            outputs = drawn.unflatten(1, means.shape[:2]).movedim(1, 0).flatten(0, 1)
+            values = self.posterior.model.likelihood_values(self.theta.expand(self.draws, -1))
+            weights = weights.repeat_interleave(self.each) / self.each
+            return Predictive(outputs, weights, likelihood, values, self.note, True)
 
 
 def is_normal(posterior: "Posterior", inputs: Any) -> bool:
@@ -134,40 +112,32 @@ def is_normal(posterior: "Posterior", inputs: Any) -> bool:
     statistics.
     """
     model = posterior.model
-    if model.user_forward is not None or posterior.dropout == "on" or posterior.mixes_rows:
+    if model.user_forward is not None or model.likelihood_names or posterior.dropout == "on" or posterior.mixes_rows:
         return False
-    with _derivatives():
-        density = posterior.family()
-        has_centre = density.centred or model.linearised_at is not None
-        P = density.P
-        if not has_centre or not weighted_normals(density) or not P == model.space.size == model.net_space.size:
-            return False
-        inputs = network_inputs(model, inputs)
-        theta, leaves = _theta(posterior, density.mean), tree_leaves(inputs)
-        if not leaves or not all(isinstance(x, Tensor) and x.ndim and len(x) == len(leaves[0]) > 0 for x in leaves):
-            return False
-        some = torch.linspace(0, len(leaves[0]) - 1, min(4, len(leaves[0]))).round().long().tolist()
-        rows = on_device(tree_map(lambda leaf: leaf[some], _differentiable(inputs)), theta.device)
-        with alone_with(posterior.net), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                with posterior.network_mode(), model.linearised_around(None):
-                    y = model.outputs(theta.unsqueeze(0), rows)[0]
-                    if y[0].numel() > FEW_OUTPUTS or y[0].numel() * P > MOST_NUMBERS:
-                        return False
-                    own, J = _at_once(model, theta, rows)
-                    moved = theta.clone()  # a tensor without a gradient may change outputs past `torch.no_grad()`
-                    for place in (model.space.slice(name) for name in model.space.names):
-                        if not J[..., place].any():
-                            moved[place] += 0.1
-                    if not torch.equal(model.outputs(moved.unsqueeze(0), rows)[0], y):
-                        return False
-            # what is wrong with the inputs is said where the network is called with drawn weights
-            except (RuntimeError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError):
+    with torch.inference_mode(False), torch.no_grad(), alone_with(posterior.net), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*batching rule")  # operations that vmap would take one by one
+        theta, parts = _normals(posterior)
+        # what is wrong with the inputs is said where the network is called with drawn weights
+        try:
+            leaves = tree_leaves(inputs := network_inputs(model, inputs))
+            if not parts or parts[0].normal.P != len(theta) or len({len(leaf) for leaf in leaves}) != 1:
                 return False
-        slow = any("batching rule" in str(one.message) for one in caught)
-        tolerance = 3 * torch.finfo(y.dtype).eps ** 0.5 * y.abs().max()
-        return not slow and own.shape == y.shape and bool(((own - y).abs() <= tolerance).all())
+            some = torch.linspace(0, len(leaves[0]) - 1, min(4, len(leaves[0]))).round().long().tolist()
+            rows = on_device(tree_map(lambda leaf: leaf[some], _differentiable(inputs)), theta.device)
+            with posterior.network_mode(), model.linearised_around(None):
+                y = model.outputs(theta.unsqueeze(0), rows)[0]
+                if y[0].numel() > DRAWS or y[0].numel() * len(theta) * CHUNK > DRAWN_NUMBERS:
+                    return False
+                own, J = _at_once(model, theta, rows)
+                moved = theta.clone()  # a tensor without a gradient may change outputs past `torch.no_grad()`
+                for place in (model.space.slice(name) for name in model.space.names):
+                    moved[place] += 0.0 if J[..., place].any() else 0.1
+                if not torch.equal(model.outputs(moved.unsqueeze(0), rows)[0], y):
+                    return False
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, UserWarning):
+            return False
+    tolerance = 3 * torch.finfo(y.dtype).eps ** 0.5 * y.abs().max()
+    return own.shape == y.shape and bool(((own - y).abs() <= tolerance).all())
 
 
 def jacobians(posterior: "Posterior", theta: Tensor, x: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -178,16 +148,12 @@ def jacobians(posterior: "Posterior", theta: Tensor, x: Any) -> Iterator[tuple[T
     if posterior.mixes_rows:
         raise ValueError("batch norm with a batch's own statistics makes an output depend on all of it: use predict")
     x = on_device(network_inputs(model, x), theta.device)
-    tensors = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
-    if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
-        raise ValueError(f"expected inputs [B, ..] of one B, got {[tuple(leaf.shape) for leaf in tensors]}")
     with torch.no_grad(), posterior.network_mode(), model.linearised_around(None):
         first = _one(model, theta, tree_map(lambda leaf: leaf[0], x))
-        numbers = ON_GPU if theta.is_cuda else JACOBIAN_NUMBERS
+        numbers = ON_GPU if theta.is_cuda else DRAWN_NUMBERS
         chunk = max(1, numbers // max(1, first.numel() * theta.numel()))
-        for start in range(0, len(tensors[0]), chunk):
-            rows = tree_map(lambda leaf, start=start: leaf[start : start + chunk], x)
-            yield _at_once(model, theta, rows)
+        for start in range(0, len(tree_leaves(x)[0]), chunk):
+            yield _at_once(model, theta, tree_map(lambda leaf, start=start: leaf[start : start + chunk], x))
 
 
 def network_inputs(model: BayesianModel, x: Any) -> Any:
@@ -209,27 +175,28 @@ def normal_outputs(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
     return mean + torch.einsum("boi,si->sbo", root, noise.double()).to(mean).reshape(-1, *mean.shape)
 
 
-def _moments(normal: Gaussian, theta: Tensor, y: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [b, ..] and covariance [b, O, O] of the outputs under one normal."""
-    return y + (J @ (normal.mean - theta)).reshape(y.shape), normal.between(J, J)
+def _normals(posterior: "Posterior") -> tuple[Tensor, list[Weighted]]:
+    """Return θ₀ [P], or the mean if the model has none, and the normals around it; of several means there are none."""
+    density, at = posterior.family(), posterior.model.linearised_at
+    parts = weighted_normals(density) if density.centred or at is not None else []
+    mean = density.mean.detach()
+    if at is None or len(at) == len(mean):
+        return mean if at is None else at, parts
+    return torch.cat([at, mean[len(at) :]]), parts
 
 
-def _theta(posterior: "Posterior", mean: Tensor) -> Tensor:
-    """θ₀ [P] of the whole space; where the model has none, the mean."""
-    model = posterior.model
-    if model.linearised_at is None:
-        return mean.detach()
-    return torch.cat([model.linearised_at, mean.detach()[model.net_space.size :]])
+def _moments(posterior: "Posterior", theta: Tensor, parts: list[Weighted], x: Any) -> tuple[Tensor, Tensor]:
+    """Mean [C, B, ..] and covariance [C, B, O, O] of the outputs under each normal."""
+    means, covariances = [], []
+    for y, J in jacobians(posterior, theta, x):
+        means.append(torch.stack([y + (J @ (one.normal.mean - theta)).reshape(y.shape) for one in parts]))
+        covariances.append(torch.stack([one.normal.between(J, J) for one in parts]))
+    return torch.cat(means, 1), torch.cat(covariances, 1)
 
 
 def _one(model: BayesianModel, theta: Tensor, inputs: Any) -> Tensor:
     """The output at one input."""
     output = model.outputs(theta.unsqueeze(0), tree_map(lambda leaf: leaf.unsqueeze(0), inputs))
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"the network's output must be a tensor for its covariance in closed form, got {type(output).__name__}: "
-            "use predict(x, linearise=True)"
-        )
     return output[0, 0]
 
 
@@ -241,13 +208,6 @@ def _at_once(model: BayesianModel, theta: Tensor, rows: Any) -> tuple[Tensor, Te
     with PlainKernels():  # fused attention has no batching rule
         J, y = vmap(jacrev(both, has_aux=True), in_dims=(None, 0))(theta, rows)
     return y, J
-
-
-@contextmanager
-def _derivatives() -> Iterator[None]:
-    """Inside, derivatives can be taken where they are asked for, also by one who called in `torch.inference_mode()`."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _differentiable(inputs: Any) -> Any:

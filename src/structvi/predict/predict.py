@@ -1,10 +1,12 @@
 """From a posterior to predictions: the mixture over draws of the weights, the same draws at every call."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,29 +15,20 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from ..couplings import naive
-from ..families.family import Density, Draws
+from ..families.family import Draws
 from ..families.normal import LowRank, Triangle
 from ..util.checks import check_integer, check_one_of
 from ..util.random_streams import seed_from
-from .last_layer import LastLayerDraws, known_layer
-from .learned import ExactDraws, LearnedDraws, ood_scores
-from .linearised import POINTS, LinearisedDraws, is_normal
-from .predictive import Predictive, PredictiveDraws, on_device, split
+from .last_layer import LastLayerDraws, known_layer, known_layers
+from .learned import LearnedDraws, ood_scores
+from .linearised import LinearisedDraws, is_normal
+from .predictive import CHUNK, DRAWN_NUMBERS, DRAWS, Predictive, PredictiveDraws, on_device, split
 
 if TYPE_CHECKING:
     from ..ensemble.ensemble import Ensemble
     from ..posterior import Posterior
 
 Variance = Literal["auto", "exact", "learned"]
-#: draws of weights where no number is asked for
-DRAWS = 64
-#: standard deviations, in units of the initialisation's, below which draws are equal up to rounding; `laplace` sets
-#: 1e-9 if it selects the network itself
-NEGLIGIBLE = 1e-8
-#: numbers of drawn weights that are held at once
-DRAWN_NUMBERS = 2**26
-#: draws at which the network is evaluated at once
-CHUNK = 16
 
 
 def predict(
@@ -81,80 +74,127 @@ def predict(
             f"predict expects the network's inputs as tensors, got {type(x).__name__}; of an array make one with "
             "torch.as_tensor, of a loader give the inputs of its batches one by one, or use evaluate"
         )
-    return draws_for(
-        posterior, x, draws, reference=reference, generator=generator, linearise=linearise, variance=variance,
-        calibrated=calibrated,
-    )(x)  # fmt: skip
+    options: Any = {"reference": reference, "generator": generator, "linearise": linearise, "variance": variance}
+    return draws_for(posterior, x, draws, calibrated, **options)(x)
 
 
 def draws_for(
-    posterior: "Posterior | Ensemble",
-    inputs: Any,
-    draws: int | None,
-    *,
-    reference: Any = None,
-    generator: torch.Generator | None = None,
-    linearise: bool | None = None,
-    variance: Variance = "auto",
-    calibrated: bool = True,
+    posterior: "Posterior | Ensemble", inputs: Any, draws: int | None = None, calibrated: bool = True, **options: Any
 ) -> PredictiveDraws:
     """Return what predicts at inputs like these, with the arguments of `predict`."""
-    members = posterior.posteriors
-    if any(one.fit_status is None and one.warns_unfitted for one in members):
-        warnings.warn(
-            "this posterior was never fitted, so it predicts from its start: call bayes.fit(loader, epochs=..) or "
-            "bayes.laplace(loader) first",
-            stacklevel=3,
-        )
-    for one in members:
-        one.warns_unfitted = False  # once is enough
-    if linearise not in (None, True, False):
-        raise ValueError(f"linearise must be True, False or None, got {linearise!r}")
-    check_one_of("variance", variance, get_args(Variance))
-    if draws is not None:
-        check_integer("draws", draws)
-    as_fitted = [one.model.linearised_at is not None for one in members]
-    linearised = as_fitted if linearise is None else [linearise] * len(members)
-    found: list[PredictiveDraws]
-    in_function_space = draws is None and reference is None and linearise is not False
-    has_learned = in_function_space and all(one.learned_variance is not None for one in members)
-    if variance == "learned" and not has_learned:
-        raise ValueError(
-            'variance="learned" needs a posterior that `laplace` has linearised and whose exact variances cost more '
-            'than eight forward passes, and no draws=: leave it out, variance="auto"'
-        )
-    if has_learned and variance != "exact":
-        found = [LearnedDraws(one) for one in members]
-    elif has_learned and all(is_normal(one, inputs) for one in members):
-        found = [ExactDraws(one) for one in members]
-    elif in_function_space and linearise is None and all(known_layer(one, inputs) for one in members):
-        found = [LastLayerDraws(one, generator) for one in members]
-    elif in_function_space and all(linearised) and all(is_normal(one, inputs) for one in members):
-        points = max(64, POINTS // 2 ** (len(members) - 1).bit_length())
-        found = [LinearisedDraws(one, generator, points) for one in members]
+    members, linearise = posterior.posteriors, options.get("linearise")
+    is_one = posterior is members[0]
+    if is_one and options.get("generator") is None and options.get("reference") is None:
+        whole = _kept(members[0], inputs, draws, linearise, options.get("variance", "auto"))
     else:
-        enough = DRAWS if not all(map(is_narrow, members)) else len(members)
-        each = ceil((enough if draws is None else draws) / len(members))
-        options: Any = {"reference": reference, "generator": generator, "linearise": linearise}
-        found = [WeightDraws(one, each, **options) for one in members]
-    whole = found[0] if posterior is members[0] else MemberDraws(posterior, found)  # pyright: ignore
-    if len(members) == 1 and members[0].ood is not None:
+        found = _sources(members, inputs, draws, **options)
+        whole = found[0] if is_one else MemberDraws(posterior, found)  # pyright: ignore
+    if is_one and members[0].ood is not None:
         whole.score = partial(ood_scores, members[0])
     if calibrated and posterior.calibration is not None:
-        if linearised == as_fitted:
+        if linearise is None or all((one.model.linearised_at is not None) == linearise for one in members):
             whole.calibration = posterior.calibration
         else:
             whole.note += f"{', ' if whole.note else ''}not calibrated: with linearise= it is another function"
     return whole
 
 
+def _sources(
+    members: Sequence["Posterior"],
+    inputs: Any,
+    draws: int | None,
+    linearise: bool | None = None,
+    variance: Variance = "auto",
+    reference: Any = None,
+    generator: torch.Generator | None = None,
+) -> Sequence[PredictiveDraws]:
+    """Return what predicts for each member, all of one kind: the first of these kinds that all can have."""
+    check_one_of("variance", variance, get_args(Variance))
+    if draws is not None:
+        check_integer("draws", draws)
+    if any(one.fit_status is None and one.warns_unfitted for one in members):
+        warnings.warn(
+            "this posterior was never fitted, so it predicts from its start: call bayes.fit(loader, epochs=..) or "
+            "bayes.laplace(loader) first",
+            stacklevel=5,
+        )
+    for one in members:
+        one.warns_unfitted = False  # once is enough
+    in_function_space = draws is None and reference is None and linearise is not False
+    has_learned = in_function_space and all(one.learned_variance is not None for one in members)
+    if variance == "learned" and not has_learned:
+        raise ValueError(
+            'variance="learned" needs a posterior that `laplace` gave one, as it does if exact ones cost more'
+        )
+    if has_learned and variance != "exact":
+        return [LearnedDraws(one) for one in members]
+    if in_function_space and linearise is None and all(known_layer(one, inputs) for one in members):
+        return [LastLayerDraws(one, generator) for one in members]
+    linearised = linearise or all(one.model.linearised_at is not None for one in members)
+    if in_function_space and linearised and all(is_normal(one, inputs) for one in members):
+        return [LinearisedDraws(one, generator, len(members)) for one in members]
+    enough = DRAWS if not all(map(is_narrow, members)) else len(members)
+    each = ceil((enough if draws is None else draws) / len(members))
+    return [WeightDraws(one, each, reference=reference, generator=generator, linearise=linearise) for one in members]
+
+
+class _Kept(NamedTuple):
+    """What predicts, by the arguments of `predict`, while the family has these values."""
+
+    values: list[Tensor]
+    found: dict[Any, PredictiveDraws]
+
+
+_KEPT: "WeakKeyDictionary[Posterior, _Kept]" = WeakKeyDictionary()
+
+
+def _kept(
+    posterior: "Posterior", inputs: Any, draws: int | None, linearise: bool | None, variance: Any
+) -> PredictiveDraws:
+    """Return what predicted before, if the posterior has not changed since and the inputs are alike.
+
+    A small posterior alone is compared, and its draws of the weights are held.
+    """
+    model, options = posterior.model, (draws, linearise, variance)
+    if posterior.learned_variance is not None and variance != "exact":
+        return _sources([posterior], inputs, *options)[0]
+    at = [] if model.linearised_at is None else [model.linearised_at]
+    values = [*posterior.family.state_dict().values(), *at]
+    if sum(value.numel() for value in values) * CHUNK > DRAWN_NUMBERS:
+        return _sources([posterior], inputs, *options)[0]
+    kept = _KEPT.get(posterior)
+    if kept is None or len(values) != len(kept.values) or not all(map(torch.equal, values, kept.values)):
+        kept = _KEPT[posterior] = _Kept([value.clone() for value in values], {})
+    # outputs are known to be normal at inputs of one form; whether rows mix is seen at four of them
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    forms = tuple([(leaf.shape[1:], min(len(leaf), 4), leaf.dtype, leaf.device) for leaf in leaves])
+    key = *options, posterior.family, posterior.dropout, posterior.batch_norm
+    found = kept.found.get(key) or kept.found.get((key, forms))
+    if found is None:
+        (found,) = _sources([posterior], inputs, *options)
+        if isinstance(found, WeightDraws):
+            if draws is None and (linearise or at or model not in known_layers):  # other inputs may tell more
+                return found
+            if found.draws * found.density.P * CHUNK <= DRAWN_NUMBERS:
+                found.hold()
+        del found.posterior  # which would never be forgotten
+        kept.found[(key, forms) if isinstance(found, LinearisedDraws) else key] = found
+    again = copy.copy(found)
+    again.posterior = posterior
+    return again
+
+
 def is_narrow(posterior: "Posterior") -> bool:
-    """Return whether all draws predict the same up to rounding, as if `laplace` has selected the network itself."""
+    """Return whether all draws predict the same up to rounding, as if `laplace` has selected the network itself.
+
+    Standard deviations are in units of the initialisation's; `laplace` sets 1e-9.
+    """
     form = posterior.family.normal()
     if form is None or isinstance(form.root, Triangle) or posterior.dropout == "on":
         return False
-    widest = float((form.root.scale / posterior.space.scale.to(form.root.scale)).max())
-    return widest <= NEGLIGIBLE and not (isinstance(form.root, LowRank) and bool(form.root.factor.any()))
+    scale, factor = form.root.scale, form.root.factor if isinstance(form.root, LowRank) else None
+    widest = float((scale / posterior.space.scale.to(scale)).max())
+    return widest <= torch.finfo(torch.float32).eps and (factor is None or not bool(factor.any()))
 
 
 class WeightDraws(PredictiveDraws):
@@ -179,93 +219,70 @@ class WeightDraws(PredictiveDraws):
         generator: torch.Generator | None = None,
         linearise: bool | None = None,
     ):
-        if posterior.batch_norm == "reestimated" and reference is None:
+        if (posterior.batch_norm == "reestimated") != (reference is not None):
             raise ValueError(
-                'batch_norm="reestimated" takes the statistics of a batch, for every draw anew, and the inputs to be '
-                "predicted are not to be their own reference: give reference=, inputs of the training data"
+                'batch_norm="reestimated" takes statistics of a batch: give reference=, inputs of the training data; '
+                f"reference= is for that alone, and here it is {posterior.batch_norm!r}"
             )
-        if posterior.batch_norm != "reestimated" and reference is not None:
-            raise ValueError(f'reference= is for batch_norm="reestimated"; here it is {posterior.batch_norm!r}')
         self.posterior, self.reference = posterior, reference
         with torch.no_grad():
             self.density = posterior.family()
             self.device = self.density.mean.device
-            probe = self.density.draw(1, naive, torch.Generator(self.device).manual_seed(0))
+            size = len(self.density.draw(1, naive, torch.Generator(self.device).manual_seed(0)).weight)
         #: θ₀ [P] of the network's tensors at which it is linearised; None where it is not
         self.around = posterior.model.linearised_at if linearise is not False else None
         if linearise and self.around is None:
-            self.around = _centre(posterior, self.density)
-        size = probe.weight.shape[0]
+            if not self.density.centred:
+                raise ValueError(f"linearise=True is for one mean; {type(self.density).__name__} has none")
+            self.around = self.density.mean.detach()[: posterior.model.net_space.size]
         finite = self.density.finite and posterior.dropout == "off"
         groups = 1 if finite else ceil(draws / size)
         most = max(1, min(CHUNK, DRAWN_NUMBERS // self.density.P) // size)
         self.groups = [min(most, groups - start) for start in range(0, groups, most)]
+        self.shares = [count / groups for count in self.groups]
         self.draws = groups * size
         taken = f"the family has {size} states" if finite else f"whole groups of {size} taken"
         self.note = "" if self.draws == draws else f"{draws} asked for, {taken}"
-        if generator is None:
-            own = torch.Generator().manual_seed(0)
-            self.seeds: list[int] = torch.randint(2**62, (len(self.groups),), generator=own).tolist()
-        else:
-            self.seeds = seed_from(generator, len(self.groups))
-        self._kept: list[Draws] | None = None
+        same = torch.Generator().manual_seed(0)  # in every call, thread and process
+        self.seeds = seed_from(same if generator is None else generator, len(self.groups))
+        self._held: list[Draws] | None = None
 
-    def keep(self, posterior: "Posterior") -> None:
-        """Hold all draws, S·P numbers, and make none again; the network is from now on that of another posterior."""
-        with torch.no_grad():
+    def hold(self) -> None:
+        """Hold all draws, S·P numbers, and make none again."""
+        if self._held is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
             made = [self.chunk(index) for index in range(len(self.groups))]
-        fixed = {name: tensor.detach().clone() for name, tensor in made[0].fixed.items()}  # the same in all draws
-        self._kept = [Draws(one.theta.detach().clone(), one.weight.detach().clone(), fixed) for one in made]
-        self.posterior = posterior
+            fixed = {name: tensor.detach().clone() for name, tensor in made[0].fixed.items()}  # the same in all draws
+            self._held = [Draws(one.theta.clone(), one.weight.clone(), fixed) for one in made]
         del self.density
 
     def every(self) -> Draws:
         """Return all draws as one, their weights summing to one."""
         chunks = [self.chunk(index) for index in range(len(self.groups))]
-        weight = torch.cat([self._share(index) * one.weight for index, one in enumerate(chunks)])
+        weight = torch.cat([share * one.weight for share, one in zip(self.shares, chunks, strict=True)])
         return Draws(torch.cat([one.theta for one in chunks]), weight, chunks[0].fixed)
 
     def chunk(self, index: int) -> Draws:
         """Return the draws of one chunk, their weights summing to one."""
-        if self._kept is not None:
-            return self._kept[index]
+        if self._held is not None:
+            return self._held[index]
         generator = torch.Generator(self.device).manual_seed(self.seeds[index])
         return self.density.draw(self.groups[index], naive, generator)
 
+    @torch.no_grad()
     def mixture(self, inputs: Any) -> Predictive:
-        model = self.posterior.model
-        joined, rows = self._with_reference(inputs)
-        outputs, values, weights = [], [], []
-        with torch.no_grad(), model.linearised_around(self.around):
-            for index, seed in enumerate(self.seeds):
-                draws = self.chunk(index)
-                found = _outputs_at(self.posterior, draws, joined, torch.Generator().manual_seed(seed))
-                outputs.append(pytree.tree_map(lambda leaf: leaf[:, rows:], found))
-                values.append(model.likelihood_values(draws.theta, draws.fixed))
-                weights.append(draws.weight * self._share(index))
-            return Predictive(
-                pytree.tree_map(lambda *leaves: torch.cat(leaves), *outputs),
-                torch.cat(weights),
-                model.likelihood,
-                {name: torch.cat([value[name] for value in values]) for name in values[0]},
-                self.note,
-            )
-
-    def _share(self, index: int) -> float:
-        return self.groups[index] / sum(self.groups)
-
-    def _with_reference(self, inputs: Any) -> tuple[Any, int]:
-        """The inputs below the reference's rows, and how many those are."""
-        inputs = on_device(inputs, self.device)
-        if self.reference is None:
-            return inputs, 0
-        reference, layout = pytree.tree_flatten(on_device(self.reference, self.device))
-        own, own_layout = pytree.tree_flatten(inputs)
-        if layout != own_layout:
-            raise ValueError(f"reference must be built as the inputs are, {own_layout}, got {layout}")
-        joined = [torch.cat([r, x]) if isinstance(x, Tensor) else x for r, x in zip(reference, own, strict=True)]
-        rows = next(r.shape[0] for r in reference if isinstance(r, Tensor))
-        return pytree.tree_unflatten(joined, layout), rows
+        inputs, rows = on_device(inputs, self.device), 0
+        if self.reference is not None:
+            above = on_device(self.reference, self.device)
+            rows = len(next(leaf for leaf in pytree.tree_leaves(above) if isinstance(leaf, Tensor)))
+            inputs = pytree.tree_map(lambda r, x: torch.cat([r, x]) if isinstance(x, Tensor) else x, above, inputs)
+        with self.posterior.model.linearised_around(self.around):
+            parts = [
+                _at(self.posterior, self.chunk(index), inputs, torch.Generator().manual_seed(seed), rows)
+                for index, seed in enumerate(self.seeds)
+            ]
+        return Predictive.joined(parts, self.shares, self.note)
 
 
 class MemberDraws(PredictiveDraws):
@@ -276,50 +293,39 @@ class MemberDraws(PredictiveDraws):
         self.weights: list[float] = ensemble.weights.tolist()
         self.device = members[0].device
         self.draws = sum(one.draws for one in members)
-        drawn = any(isinstance(one, WeightDraws) for one in members)
-        own = set() if drawn else {one.note for one in members}
-        self.note = ", ".join([f"{len(members)} networks", *own])
+        notes = [] if isinstance(members[0], WeightDraws) else [members[0].note]
+        self.note = ", ".join([f"{len(members)} networks", *notes])
 
     def mixture(self, inputs: Any) -> Predictive:
         return Predictive.joined([one.mixture(inputs) for one in self.members], self.weights, self.note)
 
 
+@torch.no_grad()
 def predictive_at(posterior: "Posterior", draws: Draws, batch: Any) -> tuple[Predictive, Any]:
     """Return p(t | y_s(x)) of a batch at given draws, and the batch's target."""
-    model = posterior.model
     inputs, target = split(posterior, batch)
-    values = model.likelihood_values(draws.theta, draws.fixed)
-    return Predictive(_outputs_at(posterior, draws, inputs), draws.weight, model.likelihood, values), target
+    return _at(posterior, draws, inputs), target
 
 
-def _outputs_at(posterior: "Posterior", draws: Draws, inputs: Any, generator: torch.Generator | None = None) -> Any:
-    """The network's outputs [S, B, ..] at given draws; with `forward=` the inputs are a batch.
+def _at(
+    posterior: "Posterior", draws: Draws, inputs: Any, generator: torch.Generator | None = None, rows: int = 0
+) -> Predictive:
+    """Return the predictive at given draws, of inputs below the first rows; with `forward=` the inputs are a batch.
 
     The generator is that of dropout.
     """
     model = posterior.model
-    with torch.no_grad(), posterior.network_mode(generator):
+
+    def by_user(row: Tensor) -> Any:
+        named = {**model.space.without(draws.fixed).unravel(row), **draws.fixed}
+        return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, inputs)[0]
+
+    with posterior.network_mode(generator):
         if model.user_forward is None:
-            return model.outputs(draws.theta, inputs, draws.fixed)
-
-        def call(row: Tensor) -> Any:
-            named = {**model.space.without(draws.fixed).unravel(row), **draws.fixed}
-            return model.call({name: x for name, x in named.items() if name not in model.likelihood_names}, inputs)[0]
-
-        try:
-            return model.at_draws(call, draws.theta, inputs, draws.fixed, "prediction")
-        except Exception as error:  # whatever the user's function raises goes on its way, with what it was given
-            error.add_note(
-                "with forward= predict gives your function its argument as it is: a whole batch, with a target in its "
-                "place, which is not used. If forward takes (x, age, t), then write predict((x, age, t))"
-            )
-            raise
-
-
-def _centre(posterior: "Posterior", density: Density) -> Tensor:
-    """The mean [P] of the network's tensors."""
-    if not density.centred:
-        raise ValueError(
-            f"linearise=True is for a posterior around one mean; {type(density).__name__} has none: use linearise=False"
-        )
-    return density.mean.detach()[: posterior.model.net_space.size]
+            outputs = model.outputs(draws.theta, inputs, draws.fixed)
+        else:
+            with model.held(draws.fixed, "prediction") as how:
+                outputs = model.evaluation(by_user, draws.theta, batch=inputs, **how)
+    outputs = pytree.tree_map(lambda leaf: leaf[:, rows:], outputs)
+    values = model.likelihood_values(draws.theta, draws.fixed)
+    return Predictive(outputs, draws.weight, model.likelihood, values)

@@ -3,51 +3,32 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import pi, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import (
-    Bernoulli,
-    Categorical,
-    Distribution,
-    Independent,
-    Laplace,
-    MixtureSameFamily,
-    Normal,
-    Poisson,
-    StudentT,
-)
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent, Normal, Poisson
 from torch.nn.functional import logsigmoid
 from torch.quasirandom import SobolEngine
 from torch.utils import _pytree as pytree
 
 from ..models import likelihoods
-from ..models.calibration import Adjustment, Calibration, Kind
+from ..models.calibration import Adjustment, Calibration
 from ..models.likelihoods import NO_VALUES, Likelihood, split_mask
-from ..models.likelihoods.student_t import StudentTNoise
 from ..util.random_streams import borrowed_stream
 from . import conformal
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: points of y at which a probit approximation's mutual information is averaged
-LABEL_POINTS = 32
-#: the parameters of each distribution that a predictive can be a mixture of
-_PARAMETERS: dict[type, tuple[str, ...]] = {
-    Normal: ("loc", "scale"),
-    Laplace: ("loc", "scale"),
-    StudentT: ("df", "loc", "scale"),
-    StudentTNoise: ("df", "loc", "scale"),
-    Bernoulli: ("logits",),
-    Poisson: ("rate",),
-    Categorical: ("logits",),
-}
-#: draws that are averaged at once, for the memory of many pixels
-AT_ONCE = 8
+#: draws of the weights where no number is asked for, and points of y where a few do
+DRAWS = 64
+#: numbers of drawn weights, or of Jacobians, that are held at once: 2²⁶
+DRAWN_NUMBERS = 67_108_864
+#: draws at which the network is evaluated at once
+CHUNK = 16
 
 
 class Predictive:
@@ -75,6 +56,9 @@ class Predictive:
         (1.0, 1.0, 1.0, 2.0)
     """
 
+    #: the scale that is applied to normals
+    _stretch = 1.0
+
     def __init__(
         self,
         outputs: Any,
@@ -85,9 +69,8 @@ class Predictive:
         by_input: bool = False,
         within: Tensor | None = None,
     ):
-        S = weights.shape[0] if weights.ndim == 1 else -1
         for leaf in pytree.tree_leaves(outputs):
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[0] != S:
+            if not isinstance(leaf, Tensor) or leaf.ndim < 2 or weights.shape != leaf.shape[:1]:
                 came = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"expected outputs [S, B, ..] and weights [S], got {came} and {tuple(weights.shape)}")
         self.outputs = pytree.tree_map(_at_least_float32, outputs)
@@ -97,29 +80,36 @@ class Predictive:
         self.by_input, self.within = by_input, within
         self.calibration: Calibration | None = None
         self.scored: Callable[[], tuple[Tensor, Tensor]] | None = None
-        self._given: Distribution | None = None
-        if isinstance(likelihood, Likelihood):
-            with torch.no_grad():  # now: learned noise may change later
-                self._given = likelihood.distribution(self.outputs, values)
-                if type(self._given) is Normal and not _has_known_noise(likelihood):
-                    self._given = _in_range(self._given)
-        self._components = self._given
-        if within is not None and self._given is not None:
-            self._components = _widened(self._given, within)
+        #: y at the draws, [S, B, ..]: the network's output, without the log scales of a Gaussian("head")
+        self.function = self.outputs
+        self._components: Distribution | None = None
+        if not isinstance(likelihood, Likelihood):
+            return
+        with torch.no_grad():  # now: learned noise may change later
+            y = self.outputs
+            if within is not None and isinstance(likelihood, likelihoods.Categorical | likelihoods.Bernoulli):
+                y = y * (1 + pi / 8 * within).rsqrt()
+            self._components = d = likelihood.distribution(y, values)
+            if isinstance(likelihood, likelihoods.Gaussian):
+                assert isinstance(d, Normal)
+                self.function, self._noise = d.loc, d.scale
+                if within is not None:
+                    self._components = Normal(d.loc, d.scale.hypot(within.sqrt()), validate_args=False)
 
     @classmethod
     def joined(cls, parts: "Sequence[Predictive]", shares: Sequence[float], note: str = "") -> "Predictive":
         """Return the mixture of predictives of one input, each with its share."""
         whole = copy.copy(parts[0])
-        whole.outputs = pytree.tree_map(lambda *leaves: torch.cat(leaves), *[part.outputs for part in parts])
-        whole.weights = torch.cat([share * part.weights for share, part in zip(shares, parts, strict=True)])
-        whole.values = {name: torch.cat([part.values[name] for part in parts]) for name in whole.values}
         whole.note = note
-        within = [part.within for part in parts if part.within is not None]
-        whole.within = torch.cat(within) if within else None
+        if len(parts) == 1:
+            return whole
+        for name in ("outputs", "function", "values", "within", "_noise"):
+            if getattr(whole, name, None) is not None:
+                own = [getattr(part, name) for part in parts]
+                setattr(whole, name, pytree.tree_map(lambda *leaves: torch.cat(leaves), *own))
+        whole.weights = torch.cat([share * part.weights for share, part in zip(shares, parts, strict=True)])
         if not whole.is_function:
-            whole._given = _mapped(_joined, *[part._given for part in parts])
-            whole._components = _mapped(_joined, *[part._components for part in parts])
+            whole._components = _mapped(lambda *leaves: torch.cat(leaves), *[part.components for part in parts])
         return whole
 
     def calibrated(self, calibration: Calibration | None) -> "Predictive":
@@ -135,6 +125,7 @@ class Predictive:
         if applied is not None and self._components is not None:
             with torch.no_grad():
                 changed._components = _adjusted(self._components, self.weights, applied)
+            changed._stretch = applied.value
             changed.note = f"{self.note}{', ' if self.note else ''}{applied.kind} {applied.value:.3g}"
         return changed
 
@@ -147,11 +138,6 @@ class Predictive:
     def is_function(self) -> bool:
         """True if the likelihood is a plain function (output, target) → log p, of which no distribution is known."""
         return self._components is None
-
-    @property
-    def is_discrete(self) -> bool:
-        """True if t is a label or a count, and p(t | y) a probability."""
-        return isinstance(self._components, Bernoulli | Poisson | Categorical)
 
     @property
     def is_of_labels(self) -> bool:
@@ -167,19 +153,12 @@ class Predictive:
         """p(t | y_s), a torch distribution with batch shape [S, B, ..]."""
         if self._components is None:
             raise TypeError(
-                "the likelihood is a plain function, which gives log p(t | y) and no more: `outputs`, `function_mean`, "
-                "`function_variance`, `log_prob` and `joint_log_prob` work; for the rest write a Likelihood, whose "
+                "the likelihood is a plain function, which gives log p(t | y) and no more: write a Likelihood, whose "
                 "distribution(output, values) is p(t | y)"
             )
         return self._components
 
     # y: the function
-
-    @property
-    def function(self) -> Any:
-        """y at the draws, [S, B, ..]: the network's output, without the log scales of a Gaussian("head")."""
-        is_gaussian = self._given is not None and isinstance(self.likelihood, likelihoods.Gaussian)
-        return self._given.mean if is_gaussian else self.outputs  # pyright: ignore[reportOptionalMemberAccess]
 
     @property
     def function_mean(self) -> Any:
@@ -213,11 +192,10 @@ class Predictive:
         """E_s Var[t | y_s]: the noise of the observations."""
         if self._at_points is not None:
             return self.mean * (1 - self.mean) - self.epistemic
-        if isinstance(self.components, Categorical):
-            return self._average(self._means() * (1 - self._means()))
         if self.within is not None:
-            assert self._given is not None
-            return self._stretch**2 * self._average(self._given.variance)
+            return self._stretch**2 * self._average(self._noise.square().expand_as(self.within))
+        if self.is_of_labels:
+            return self._average(self._means() * (1 - self._means()))
         return self._average(self.components.variance)
 
     @property
@@ -241,8 +219,8 @@ class Predictive:
         self._check_labels("entropy")
         p = self.mean
         if isinstance(self.components, Bernoulli):
-            return -torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)
-        return -torch.xlogy(p, p).sum(1)
+            return torch.special.entr(p) + torch.special.entr(1 - p)
+        return torch.special.entr(p).sum(1)
 
     @property
     def expected_entropy(self) -> Tensor:
@@ -271,14 +249,6 @@ class Predictive:
         score, threshold = self._scored()
         return score > threshold
 
-    def _scored(self) -> tuple[Tensor, Tensor]:
-        if self.scored is None:
-            raise ValueError(
-                "what is unlike the data is learned on held-out data: bayes.laplace(train, validation=held_out), for a "
-                "network with a linear layer or a convolution; look at `entropy` or `variance` otherwise"
-            )
-        return self.scored()
-
     def log_prob(self, target: Any) -> Tensor:
         """Return log Σ_s w_s p(t | y_s) of every element of t, or of (t, mask): [B, ..], 0 where t was not observed.
 
@@ -301,21 +271,18 @@ class Predictive:
             return torch.stack([self.likelihood(output, target) for output in one])
         with torch.no_grad():  # its checks of shapes, dtypes and labels
             self.likelihood(pytree.tree_map(lambda leaf: leaf[0], self.outputs), target)
-        d: Any = self.components
         t, observed = observed_target(self.likelihood, target)
         if not t.dtype.is_floating_point and not isinstance(self.components, Categorical):
             t = t.to(self._means().dtype)
+        d: Any = self.components
         log_prob = d.log_prob(t)
-        if isinstance(self.likelihood, likelihoods.Poisson):  # rates that are zero or infinite by rounding
-            y = self.outputs
-            rounded = (d.rate == 0) | d.rate.isinf()
-            log_prob = torch.where(rounded, t * y - y.exp() - (t + 1).lgamma(), log_prob)
+        if isinstance(self.likelihood, likelihoods.Poisson):  # a rate may be zero or infinite by rounding
+            log_prob = t * self.outputs - d.rate - (t + 1).lgamma()
         return log_prob if observed is None else log_prob.masked_fill(~observed, 0.0)
 
     def cdf(self, t: Tensor) -> Tensor:
         """Return P(T ≤ t) of every element: [B, ..]."""
-        d: Any = self.components
-        self._check_numbers("cdf")
+        d = self.components
         if isinstance(d, Bernoulli):
             return torch.where(t < 0, 0.0, torch.where(t < 1, 1 - self.mean, 1.0))
         if isinstance(d, Poisson):  # Γ(⌊t⌋ + 1, rate)/Γ(⌊t⌋ + 1)
@@ -330,7 +297,6 @@ class Predictive:
 
         Of continuous t by bisection in float64, to 1e-9 of the standard deviation.
         """
-        self._check_numbers("quantile")
         if not isinstance(p, int | float):
             return torch.stack([self.quantile(float(q)) for q in p])
         if not 0 < p < 1:
@@ -341,9 +307,7 @@ class Predictive:
         exact = copy.copy(self)
         exact._components, exact.within = _mapped(torch.Tensor.double, d), None
         if isinstance(d, Poisson):
-            high = (exact.mean + 8 * exact.std + 8).nan_to_num(torch.inf, torch.inf)
-            while bool((short := (exact.cdf(high) < p) & high.isfinite()).any()):
-                high = torch.where(short, 2 * high, high)
+            high = exact.mean + exact.std * sqrt(p / (1 - p)) + 1  # by Cantelli's inequality P(T < high) ≥ p
             return _bisected(p, exact.cdf, torch.full_like(high, -1.0), high, high.new_tensor(0.5))[1].floor().to(dtype)
         try:
             bounds = exact.components.icdf(torch.tensor(p, dtype=torch.float64, device=self.weights.device))
@@ -355,8 +319,6 @@ class Predictive:
 
     def interval(self, p: float) -> tuple[Tensor, Tensor]:
         """Return both ends of the central interval of t with probability p (at least p for counts): [B, ..] each."""
-        if not 0 < p < 1:
-            raise ValueError(f"interval: p must lie inside (0, 1), got {p}")
         return self.quantile((1 - p) / 2), self.quantile((1 + p) / 2)
 
     def conformal(self, level: float) -> Any:
@@ -367,10 +329,7 @@ class Predictive:
         """
         found = None if self.calibration is None else self.calibration.conformal
         if found is None:
-            raise ValueError(
-                "conformal sets come from held-out cases: bayes.calibrate(validation, conformal=other), and predict "
-                "without calibrated=False"
-            )
+            raise ValueError("conformal sets come from held-out cases: bayes.calibrate(validation, conformal=other)")
         if found.form == "number":
             return conformal.intervals(self.mean, self.std, found, level)
         if found.form == "mask":
@@ -391,13 +350,6 @@ class Predictive:
             crps = crps - torch.tensordot(own, pairs, dims=1)
         return crps
 
-    def distribution(self) -> MixtureSameFamily:
-        """Return the mixture as a torch distribution with batch shape [B, ..]."""
-        d = self.components
-        last = _mapped(lambda x: x.movedim(0, len(d.batch_shape) - 1), d)
-        weights = self.weights.expand(*last.batch_shape)
-        return MixtureSameFamily(Categorical(probs=weights, validate_args=False), last, validate_args=False)
-
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Return n samples of t, [n, B, ..]; the observations of one sample share a draw of the weights."""
         self._check_joint("sample")
@@ -413,15 +365,14 @@ class Predictive:
         shape = [1] * (self.outputs.ndim - 2)
         if isinstance(self.components, Categorical):
             shape[0] = self.outputs.shape[2]
-        z = evenly_spread(LABEL_POINTS, prod(shape), 0).to(self.outputs).reshape(-1, 1, 1, *shape)
+        z = evenly_spread(DRAWS, prod(shape), 0).to(self.outputs).reshape(-1, 1, 1, *shape)
         drawn = (self.outputs + self.within.sqrt() * z).flatten(0, 1)
-        return Predictive(drawn, self.weights.repeat(LABEL_POINTS) / LABEL_POINTS, self.likelihood)
+        return Predictive(drawn, self.weights.repeat(DRAWS) / DRAWS, self.likelihood)
 
-    @property
-    def _stretch(self) -> float:
-        """The scale that is applied to normals."""
-        applied = None if self.calibration is None else self.calibration.applied
-        return 1.0 if applied is None else applied.value
+    def _scored(self) -> tuple[Tensor, Tensor]:
+        if self.scored is None:
+            raise ValueError("what is unlike the data is learned by bayes.laplace(train, validation=held_out)")
+        return self.scored()
 
     def _means(self) -> Tensor:
         """E[t | y_s]: [S, B, ..], for a classifier [S, B, C, ..]."""
@@ -429,43 +380,28 @@ class Predictive:
         return d.probs.movedim(-1, 2) if isinstance(d, Categorical) else d.mean
 
     def _average(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return x[0]
         if not self.is_of_labels:
             return torch.tensordot(self.weights.to(x), x, dims=1)
-        # in float64, or rounding of certain labels would look like uncertainty; some draws at a time, for many pixels
-        total = torch.zeros(x.shape[1:], dtype=torch.float64, device=x.device)
-        for weight, part in zip(self.weights.double().split(AT_ONCE), x.split(AT_ONCE), strict=True):
-            total = total + torch.tensordot(weight, part.double(), dims=1)
-        return total.to(x)
+        # in float64, or rounding of certain labels would look like uncertainty
+        return torch.tensordot(self.weights.double(), x.double(), dims=1).to(x)
 
     def _spread(self, x: Tensor) -> Tensor:
-        mean = self._average(x)
-        deviation = x - mean
-        if isinstance(self._components, Poisson):  # a rate beyond all numbers does not differ from itself
-            deviation = deviation.masked_fill(x == mean, 0.0)
-        return self._average(deviation.square())
+        return self._average((x - self._average(x)).square())
 
     def _log_average(self, log_prob: Tensor) -> Tensor:
         """log Σ_s w_s p_s of log p_s [S, ..]; of probabilities at most 0."""
         average = log_average(log_prob, self.weights)
-        return average.clamp(max=0.0) if self.is_discrete else average
+        return average.clamp(max=0.0) if isinstance(self._components, Bernoulli | Poisson | Categorical) else average
 
     def _check_joint(self, what: str) -> None:
         if self.by_input:
-            raise ValueError(
-                f"{what} is of all inputs together, and these outputs are known at every input by itself: "
-                "predict(x, draws=64) draws weights, which the inputs share"
-            )
+            raise ValueError(f"{what} is of all inputs together: predict(x, draws=64) draws weights, which they share")
 
     def _check_labels(self, what: str) -> None:
         if not isinstance(self.components, Categorical | Bernoulli):
-            raise TypeError(
-                f"{what} is for class labels; this p(t | y) is {type(self.components).__name__}, and mixtures of those "
-                "have no closed-form entropy: look at `epistemic` and `aleatoric`, which split the variance"
-            )
-
-    def _check_numbers(self, what: str) -> None:
-        if isinstance(self.components, Categorical):
-            raise TypeError(f"{what}: class labels have no order; look at `probabilities`")
+            raise TypeError(f"{what} is for class labels, and `epistemic` and `aleatoric` are for other targets")
 
 
 class PredictiveDraws(ABC):
@@ -520,6 +456,11 @@ def observed_target(likelihood: Any, target: Any) -> tuple[Tensor, Tensor | None
     return (t, None) if mask is None else (t.masked_fill(~mask, 0), mask)
 
 
+def is_closed(likelihood: Any) -> bool:
+    """Return whether t is normal where y is: its noise is Gaussian and does not depend on y."""
+    return type(likelihood) is likelihoods.Gaussian and likelihood.noise not in ("head", "random")
+
+
 def log_average(log_p: Tensor, weights: Tensor) -> Tensor:
     """Return log Σ_s w_s p_s of log p_s [S, ..]."""
     return (weights.to(log_p).log().reshape(-1, *[1] * (log_p.ndim - 1)) + log_p).logsumexp(0)
@@ -532,24 +473,7 @@ def log_probabilities(d: Any) -> Tensor:
     return d.logits
 
 
-def adjustable(predictive: Predictive) -> Kind | None:
-    """Return what can be fitted on top of a predictive: a temperature of labels, a scale of normals."""
-    if predictive.is_of_labels:
-        return "temperature"
-    return "scale" if type(predictive.components) is Normal else None
-
-
-def _widened(d: Distribution, variance: Tensor) -> Distribution:
-    """The components, their y a normal of this variance; that of classes is one number for all of them."""
-    if isinstance(d, Normal):
-        return Normal(d.loc, d.scale.hypot(variance.sqrt()), validate_args=False)
-    assert isinstance(d, Bernoulli | Categorical)
-    narrower = (1 + pi / 8 * variance).rsqrt()
-    if isinstance(d, Bernoulli):
-        return Bernoulli(logits=d.logits * narrower, validate_args=False)
-    return Categorical(logits=d.logits * narrower.movedim(2, -1), validate_args=False)
-
-
+@lru_cache(maxsize=16)
 def evenly_spread(points: int, size: int, seed: int) -> Tensor:
     """Return normal noise [points, size], evenly spread: its error is a fifth of that of independent draws.
 
@@ -558,8 +482,9 @@ def evenly_spread(points: int, size: int, seed: int) -> Tensor:
         >>> bool(z.mean().abs() < 0.01), bool((z.square().mean() - 1).abs() < 0.01)
         (True, True)
     """
-    uniform = SobolEngine(size, scramble=True, seed=seed).draw(points, dtype=torch.float64)
-    return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
+    with torch.inference_mode(False):  # it is kept
+        uniform = SobolEngine(size, scramble=True, seed=seed).draw(points, dtype=torch.float64)
+        return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
 
 
 def _mapped(function: Callable[..., Tensor], *parts: Any) -> Distribution:
@@ -568,10 +493,8 @@ def _mapped(function: Callable[..., Tensor], *parts: Any) -> Distribution:
     if isinstance(d, Independent):
         inner = _mapped(function, *[part.base_dist for part in parts])
         return Independent(inner, d.reinterpreted_batch_ndims, validate_args=False)
-    if type(d) not in _PARAMETERS:
-        known = ", ".join(kind.__name__ for kind in _PARAMETERS)
-        raise TypeError(f"p(t | y) is {type(d).__name__}; this is known for {known}, and Independent of those")
-    each = {name: function(*[getattr(part, name) for part in parts]) for name in _PARAMETERS[type(d)]}
+    names = d.arg_constraints.keys() - {"probs"}  # one of two ways to say the same
+    each = {name: function(*[getattr(part, name) for part in parts]) for name in names}
     return type(d)(**each, validate_args=False)
 
 
@@ -581,37 +504,31 @@ def _adjusted(d: Any, weights: Tensor, adjustment: Adjustment) -> Distribution:
         mean = torch.tensordot(weights.to(d.loc), d.loc, dims=1)
         loc = mean + adjustment.value * (d.loc - mean)
         return Normal(loc, (adjustment.value * d.scale).expand_as(loc), validate_args=False)
-    changed = _tempered(log_probabilities(d), weights, adjustment.value)
+    log_p = log_probabilities(d)
+    changed = _tempered(log_p.double().exp(), weights.double(), adjustment.value).log().to(log_p)
     if isinstance(d, Categorical):
         return Categorical(logits=changed, validate_args=False)
     most = torch.finfo(changed.dtype).max
     return Bernoulli(logits=(changed[..., 1] - changed[..., 0]).clamp(-most, most), validate_args=False)
 
 
-def _tempered(log_p: Tensor, weights: Tensor, temperature: float) -> Tensor:
-    """Log probabilities [S, B, .., C] whose average is q ∝ p̄^(1/T), of log p_s.
+def _tempered(p: Tensor, weights: Tensor, temperature: float) -> Tensor:
+    """Probabilities [S, B, .., C] whose average is q ∝ p̄^(1/T), of p_s.
 
     One channel, the same for all draws, takes p̄ to q and moves no more probability than it must: of class c the share
     (1 − q_c/p̄_c)₊ is taken, and given to the classes with q > p̄ in proportion to q − p̄. It is linear, so
     Σ_s w_s p'_s = q; and the mutual information is at most that of the draws.
     """
-    log_mean = log_average(log_p, weights)
-    log_q = (log_mean / temperature).log_softmax(-1)
-    change = (log_q - log_mean).masked_fill(log_mean.isneginf(), 0.0)  # a class that no draw has stays so
-    kept = change.clamp(max=0.0)
-    gained = (log_q + _log_one_minus_exp(-change.clamp(min=0.0))).masked_fill(change <= 0, -torch.inf)
-    total = gained.logsumexp(-1, keepdim=True)
-    share = (gained - total).masked_fill(gained.isneginf(), -torch.inf)
-    taken = (log_p + _log_one_minus_exp(kept)).logsumexp(-1, keepdim=True)  # [S, B, .., 1]
+    mean = torch.tensordot(weights, p, dims=1)
+    q = (mean.log() / temperature).softmax(-1)
+    kept = torch.where(mean > 0, q / mean, 1.0).clamp(max=1.0)
+    gained = (q - mean).clamp(min=0.0)
+    given = gained.sum(-1, keepdim=True)
+    taken = ((1 - kept) * p).sum(-1, keepdim=True)
     # as much is taken as is given; of a label that is nearly certain rounding knows only the latter
-    average = log_average(taken, weights)
-    taken = torch.where(average.isneginf(), total, taken + (total - average))
-    return torch.logaddexp(log_p + kept, share + taken)
-
-
-def _log_one_minus_exp(x: Tensor) -> Tensor:
-    """log(1 − eˣ) of x ≤ 0; −∞ at 0."""
-    return torch.log(-torch.expm1(x))
+    average = torch.tensordot(weights, taken, dims=1)
+    taken = torch.where(average > 0, taken * given / average, given)
+    return kept * p + taken * (gained / given).nan_to_num(0.0)
 
 
 def _absolute_moment(mean: Tensor, scale: Tensor) -> Tensor:
@@ -633,20 +550,5 @@ def _bisected(
     return low, high
 
 
-def _joined(*parts: Tensor) -> Tensor:
-    return torch.cat(parts)
-
-
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def _has_known_noise(likelihood: Any) -> bool:
-    return isinstance(likelihood, likelihoods.Gaussian) and isinstance(likelihood.noise, float)
-
-
-def _in_range(d: Normal) -> Normal:
-    """A normal whose variances neither vanish nor overflow: a head may give log σ = ±200."""
-    number = torch.finfo(d.scale.dtype)
-    scale = d.scale.clamp(sqrt(number.tiny), sqrt(number.max) / 4)
-    return Normal(d.loc, scale, validate_args=False)

@@ -12,7 +12,7 @@ from ..families.family import Density, Draws
 from ..networks.call import alone_with
 from ..util.checks import check_integer
 from ..util.random_streams import borrowed_stream, seed_from
-from .predict import DRAWN_NUMBERS
+from .predictive import DRAWN_NUMBERS
 
 if TYPE_CHECKING:
     from xarray import DataTree
@@ -72,7 +72,6 @@ def sample(posterior: "Posterior", n: int = 1, generator: torch.Generator | None
         >>> {name: tuple(draws.shape) for name, draws in sample(bayes, 5).items()}
         {'weight': (5, 2, 3), 'bias': (5, 2)}
     """
-    check_integer("n", n)
     space = posterior.space
     with torch.no_grad():
         every = list(IndependentDraws(posterior.family(), n, generator))
@@ -91,8 +90,7 @@ def sample_network(posterior: "Posterior", generator: torch.Generator | None = N
     """
     if posterior.model.linearised_at is not None:
         raise ValueError(
-            "the posterior is one of the linearised network, and no network has its draws: predict(x) uses them, "
-            "sample(n) gives them; a posterior with linearise=False has drawn networks"
+            "no network has the draws of a linearised posterior: predict(x) uses them, sample(n) gives them"
         )
     with torch.no_grad(), borrowed_stream(generator):
         draws = posterior.family().draw(1)

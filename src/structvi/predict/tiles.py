@@ -61,12 +61,10 @@ def predict_tiles(
     margins = (margin,) * len(tile) if isinstance(margin, int) else tuple(margin)
     if not len(tile) == len(margins) == len(sizes) > 0:
         raise ValueError(
-            "expected a volume [channels, ..] and a tile and margin for each of its spatial axes, got a volume of "
-            f"shape {tuple(volume.shape)}, tile {tile} and margin {margins}"
+            f"expected a volume [channels, ..], a tile and a margin with {len(sizes)} axes, got {tile}, {margins}"
         )
-    for length, cut in zip(tile, margins, strict=True):
-        if cut < 0 or length <= 2 * cut:
-            raise ValueError(f"a tile must be longer than its two margins, which must be ≥ 0: got {tile} and {margins}")
+    if any(cut < 0 or length <= 2 * cut for length, cut in zip(tile, margins, strict=True)):
+        raise ValueError(f"a tile must be longer than its two margins, which must be ≥ 0: got {tile} and {margins}")
     axes = [_windows(*axis) for axis in zip(sizes, tile, margins, strict=True)]
     shape = tile if pad else tuple(min(pair) for pair in zip(sizes, tile, strict=True))
     return _predictives(draws_for(posterior, volume, draws, **options), volume, axes, shape)
@@ -75,34 +73,28 @@ def predict_tiles(
 def _predictives(
     draws: PredictiveDraws, volume: Any, axes: list[list[tuple[slice, slice]]], shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[slice, ...], Predictive]]:
+    advice = "give tile= sides that the network's strides divide, such as multiples of 32, and pad=True"
     for place in product(*axes):
         windows, cores = (tuple(parts) for parts in zip(*place, strict=True))
         part = volume[(slice(None), *windows)]
-        x = (part if isinstance(part, Tensor) else torch.tensor(part)).to(draws.device, draws.posterior.space.dtype)
-        for axis, length in enumerate(shape, 1):
-            if x.shape[axis] < length:
-                x = x.index_select(axis, torch.arange(length, device=x.device).clamp(max=x.shape[axis] - 1))
-        whole = _mixture(draws, x.unsqueeze(0), shape)
+        x = part if isinstance(part, Tensor) else torch.tensor(part)
+        x = x.to(draws.device, draws.posterior.space.dtype)
+        for axis, length in enumerate(shape, 1):  # the border again where the volume is shorter
+            x = x.index_select(axis, torch.arange(length, device=x.device).clamp(max=x.shape[axis] - 1))
+        try:
+            whole = draws.mixture(x.unsqueeze(0))
+        except RuntimeError as error:
+            raise ValueError(f"the network takes no tile of spatial shape {shape} ({error}): {advice}") from error
         inside = tuple(slice(c.start - w.start, c.stop - w.start) for w, c in place)
+        for leaf in pytree.tree_leaves(whole.outputs):
+            if tuple(leaf.shape[-len(shape) :]) != shape:
+                raise ValueError(
+                    f"the network's outputs must have the spatial shape of its inputs: of a tile {shape} it gave "
+                    f"{tuple(leaf.shape)} for [S, B, ..]; {advice}"
+                )
         outputs = pytree.tree_map(lambda leaf, inside=inside: leaf[(..., *inside)], whole.outputs)
         core = Predictive(outputs, whole.weights, whole.likelihood, whole.values, whole.note)
         yield cores, core.calibrated(draws.calibration)
-
-
-def _mixture(draws: PredictiveDraws, x: Tensor, shape: tuple[int, ...]) -> Predictive:
-    """The predictive of a tile, whose outputs must have the tile's spatial shape."""
-    advice = "give tile= sides that the network's strides divide, such as multiples of 32, and pad=True"
-    try:
-        found = draws.mixture(x)
-    except RuntimeError as error:
-        raise ValueError(f"the network takes no tile of spatial shape {shape} ({error}): {advice}") from error
-    for leaf in pytree.tree_leaves(found.outputs):
-        if tuple(leaf.shape[-len(shape) :]) != shape:
-            raise ValueError(
-                f"the network's outputs must have the spatial shape of its inputs: of a tile {shape} it gave "
-                f"{tuple(leaf.shape)} for [S, B, ..]; {advice}"
-            )
-    return found
 
 
 def _windows(size: int, tile: int, margin: int) -> list[tuple[slice, slice]]:

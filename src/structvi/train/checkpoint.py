@@ -1,29 +1,31 @@
 """A fit's state written to a directory, and put back into a fit that was freshly made."""
 
+import hashlib
+import json
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from ..families.low_rank import factors
+from ..distributed.sharding import whole_family
 from ..files import fit_checkpoint
+from ..files.describe import OfYourOwn, encode
 from ..files.fit_checkpoint import Found
 from ..util.checks import check_integer
-from .fingerprint import differences
+from .checks import is_made_anew
 from .result import History, Skipped
 
 if TYPE_CHECKING:
-    from .loop import Fit
+    from .fit import Fit
 
 #: attributes of a fit that are numbers, and those that are tensors by name
 NUMBERS = ("step", "epoch", "index", "rows", "end", "cooling", "stage", "failures", "averaged")
-NAMED = ("learned", "average", "without_factor")
+NAMED = ("learned", "average")
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,33 @@ class Checkpoint:
         there = [] if rank else fit_checkpoint.files(self.directory)  # the first rank looks for all
         if there and not self.resume:
             raise ValueError(
-                f"the folder {self.directory} holds checkpoints of another fit, up to {there[0].name}: a folder "
-                "belongs to one fit. Give another folder, go on with that fit (resume=True), or remove its files"
+                f"the folder {self.directory} holds checkpoints of another fit, up to {there[0].name}: give another "
+                "folder, go on with that fit (resume=True), or remove its files"
             )
         return fit_checkpoint.latest(self.directory) if self.resume else None
+
+
+def copied(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the tensors."""
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+@torch.no_grad()
+def assign(named: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy values into the tensors of these names."""
+    for name, tensor in named.items():
+        tensor.copy_(values[name])
 
 
 def save(fit: "Fit", directory: str | os.PathLike[str]) -> None:
     """Write the state to a folder; of several ranks the first one: all are in the same, or give it their rows."""
     factor, moments = fit.make_step.factor, optimizer_state(fit.optimizer, fit.named)
-    for name, value in moments.items():
-        if not isinstance(value, Tensor | int | float):
-            raise TypeError(f"{type(fit.optimizer).__name__} keeps {name} = {value!r}, which no checkpoint holds")
-    tensors = {"history": fit.history.to_tensor(), "stream": fit.generator.get_state()}
+    tensors = {"history": fit.history.to_tensor(), "stream": fit.stream}
     tensors |= {f"{part}/{name}": x for part in NAMED for name, x in getattr(fit, part).items()}
     tensors |= {f"moments/{name}": x for name, x in moments.items() if isinstance(x, Tensor)}
     description = {
         "settings": fit.settings,
-        "problem": dict(fit.problem),
+        "problem": fit.problem,
         "numbers": {name: getattr(fit, name) for name in NUMBERS},
         "skipped": [asdict(one) for one in fit.skipped],
         "moments": {name: x for name, x in moments.items() if not isinstance(x, Tensor)},
@@ -84,35 +95,19 @@ def restore(fit: "Fit", found: Found) -> list[str]:
     parts = {part: _under(f"{part}/", tensors) for part in (*NAMED, "moments")}
     _check_same(fit, saved, parts["learned"], found.path)
     device = fit.generator.device
-    with torch.no_grad():
-        for name, tensor in fit.learned.items():
-            tensor.copy_(parts["learned"][name])
+    assign(fit.learned, parts["learned"])
     for name in NUMBERS:
         setattr(fit, name, saved["numbers"][name])
-    if fit.stage == 2:
-        for factor in factors(fit.posterior.family):
-            factor.requires_grad_(True)
-    for part in ("average", "without_factor"):
-        setattr(fit, part, {name: x.to(device) for name, x in parts[part].items()})
+    fit.average = {name: x.to(device) for name, x in parts["average"].items()}
     # torch keeps step counts on the CPU but for fused optimizers; moments are where their parameter is
     fused = getattr(fit.optimizer, "_step_supports_amp_scaling", False)
     moments = {path: x.to(device) if fused or not path.endswith("/step") else x for path, x in parts["moments"].items()}
     set_optimizer_state(fit.optimizer, fit.named, moments | saved["moments"])
     fit.history, fit.skipped = History.from_tensor(tensors["history"]), [Skipped(**row) for row in saved["skipped"]]
     fit.make_step.factor.set(*saved["loss factor"])
-    said = [*found.damaged, f"resumed at step {fit.step} from {found.path.name}"]
-    stream = tensors["stream"]
-    if stream.numel() == fit.generator.get_state().numel():
-        fit.generator.set_state(stream)
-    else:
-        fit.generator.manual_seed(crc32(stream.cpu().numpy().tobytes()))
-        said.append("the checkpoint was written on another kind of device: draws go on from another stream")
-    fit.stream = fit.generator.get_state()
-    with warnings.catch_warnings():  # the user's scheduler has no state in the file: it is called as often as it was
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)`")
-        for _ in range(fit.step - len(fit.skipped)):
-            fit.after_step()
-    return said
+    fit.stream = tensors["stream"]
+    fit.generator.set_state(fit.stream)
+    return [*found.damaged, f"resumed at step {fit.step} from {found.path.name}"]
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -120,22 +115,62 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_same(fit: "Fit", saved: dict[str, Any], learned: dict[str, Tensor], path: Any) -> None:
-    """Refuse another posterior, other settings and another problem."""
+    """Refuse another posterior, another problem and other settings."""
     shapes, own = ({name: tuple(x.shape) for name, x in one.items()} for one in (learned, fit.learned))
-    if differ := sorted(name for name in own.keys() | shapes.keys() if own.get(name) != shapes.get(name)):
-        raise ValueError(f"{path} belongs to another posterior; these tensors differ: {', '.join(differ)}")
-    if others := differences(saved["problem"], fit.problem):
-        raise ValueError(
-            f"{path} belongs to another problem; these differ: {'; '.join(others)}. Resume with what the fit was begun "
-            "with, or begin anew with another folder"
-        )
-    then, now, made = saved["settings"], fit.settings, saved["numbers"]["step"]
-    differ = [f"{key}: {then.get(key)!r} then, {now[key]!r} now" for key in now if then.get(key) != now[key]]
-    if differ:
-        raise ValueError(
-            f"{path} belongs to a fit with other settings ({'; '.join(differ)}), which has made {made} steps: resume "
-            "with the same; to train a finished fit further, call fit again without the checkpoint"
-        )
+    for what, then, now in (
+        ("posterior", shapes, own),
+        ("problem", saved["problem"], fit.problem),
+        ("fit, with other settings", saved["settings"], fit.settings),
+    ):
+        differ = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+        if differ:
+            both = "; ".join(f"{name} ({then.get(name)} then, {now.get(name)} now)" for name in differ)
+            raise ValueError(
+                f"{path}, at step {saved['numbers']['step']}, belongs to another {what}; these differ: {both}. Resume "
+                "with what the fit was begun with; to train a finished fit further, call fit again without the "
+                "checkpoint"
+            )
+
+
+def problem(fit: "Fit") -> dict[str, str]:
+    """Return short texts on network, model and data that are equal in a resumed fit.
+
+    Of the data the first two items count, unless they are made anew at each reading. Code is not compared: functions
+    and classes of the user's are known by name.
+    """
+    posterior, model, data = fit.posterior, fit.posterior.model, fit.data
+    held = {**dict(posterior.net.named_parameters()), **dict(posterior.net.named_buffers())}
+    items = None if is_made_anew(data) else data.first_items()
+    described = {
+        "the likelihood": model.likelihood, "the prior": model.prior, "the family": whole_family(posterior.family),
+        "forward=": model.user_forward, "keys=": model.keys, "where the network is linearised": model.linearised_at,
+    }  # fmt: skip
+    return {
+        **{name: _described(value) for name, value in described.items()},
+        "dropout and batch_norm": f"{posterior.dropout}, {posterior.batch_norm}",
+        "the network": _digest(repr(posterior.net)),
+        "the network's held tensors": _digest([held[name] for name in sorted(held) if name not in model.net_space]),
+        "N": str(model.num_data),
+        "the batches": f"{type(getattr(data.loader, 'sampler', None)).__name__}, {data.length}",
+        "the data": _digest(items),
+    }
+
+
+def _described(value: Any) -> str:
+    try:
+        return "none" if value is None else _digest(json.dumps(encode(value), sort_keys=True))
+    except OfYourOwn:
+        own = repr(value) if isinstance(value, nn.Module) else ""
+        return f"{getattr(value, '__qualname__', type(value).__qualname__)} {_digest(own)}"
+
+
+def _digest(value: Any) -> str:
+    """Return a hash of texts, numbers and tensors, by their numbers in float64."""
+    sha = hashlib.sha256()
+    for leaf in tree_leaves(value):
+        own = leaf.detach().cpu().double().contiguous().numpy().tobytes() if isinstance(leaf, Tensor) else None
+        sha.update(str(leaf).encode() if own is None else own)
+    return sha.hexdigest()[:12]
 
 
 def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,39 +1,22 @@
 """The data of a fit: how many observations there are, in which order they come, and all of them once."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sized
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-)
+from torch.utils import data as torch_data
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
 from ..distributed.ranks import Ranks
 from ..models.bayesian_model import rows
 from ..util.checks import check_iterable
 from ..util.random_streams import borrowed_stream
 
-#: numbers of a stream of held-out data that are kept
-KEPT = 2**26
-#: a stream that has given this multiple of N rows has no end
-ENDLESS = 20
-#: indices that are read from a sampler of the user's, which may be endless; or this multiple of its data set
-MOST, MOST_TIMES = 1_000_000, 100
 #: (r, w): the r-th of w parts
 Part = tuple[int, int]
 
@@ -43,7 +26,7 @@ class Batches:
 
     For a `DataLoader` over a map-style data set in torch's own shuffled or sequential order, the order is made here,
     from seed and epoch alone. The same seed then gives the same batches, and a run can resume in the middle of an
-    epoch. All other batches come from the loader in its order, and `exact` is False.
+    epoch. All other batches come from the loader in its order, and `inexact` says so.
 
     Args:
         loader: what to read.
@@ -55,29 +38,24 @@ class Batches:
     Example:
         >>> data = torch.utils.data.TensorDataset(torch.arange(5.0), torch.arange(5.0))
         >>> batches = Batches(DataLoader(data, batch_size=2, shuffle=True))
-        >>> batches.num_data, batches.length, batches.exact
-        (5, 3, True)
+        >>> batches.num_data, batches.length, batches.inexact
+        (5, 3, None)
     """
 
     def __init__(self, loader: Iterable[Any], seed: int = 0, device: torch.device | None = None, part: Part = (0, 1)):
         check_iterable(loader)
         if isinstance(loader, Iterator):
-            raise TypeError(
-                f"a {type(loader).__name__} can be read only once, and a fit reads the data many times; "
-                "give a DataLoader or a list of batches"
-            )
-        if isinstance(loader, Tensor):
-            raise TypeError("expected batches, got a tensor; wrap it: DataLoader(TensorDataset(x, t), batch_size=128)")
+            raise TypeError(f"a {type(loader).__name__} can be read only once: give a DataLoader or a list of batches")
         self.loader, self.seed, self.device, self.part = loader, seed, device, part
         #: N, if the loader knows it; and the reason why a data set with a length does not give it
         self.num_data: int | None = None
         self.question: str | None = None
-        #: N of the model, if known: a stream that gives far more rows does not end
+        #: N of the model, if known: no more rows of a stream are read as all data
         self.known_num_data: int | None = None
         #: batches to an epoch, if known before one is read
         self.length: int | None = None
         #: why the order cannot be repeated exactly; None if it can
-        self.inexact: str | None = "the loader is no DataLoader: its order is its own"
+        self.inexact: str | None = "the loader has an order of its own"
         #: the distinct observations that the loader can give, [N]; empty if unknown
         self.indices: Tensor = torch.empty(0, dtype=torch.int64)
         #: whether the order is made here, and every batch can be split into parts
@@ -87,69 +65,86 @@ class Batches:
         self._order: _Order | None = None
         if isinstance(loader, DataLoader):
             self._read_dataloader(loader)
-        elif isinstance(loader, Sized):
-            self.length = len(loader)
-            if isinstance(loader, list | tuple):
-                self.inexact = None
+        else:
+            self.length = len(loader) if isinstance(loader, Sized) else None
+            self.inexact = self.inexact if self.draws else None
         if self.length == 0:
-            raise ValueError(
-                "the loader gives no batch; is the data set empty, or smaller than batch_size with drop_last=True?"
-            )
+            raise ValueError("the loader gives no batch: is the data set smaller than batch_size with drop_last=True?")
 
-    @property
-    def exact(self) -> bool:
-        return self.inexact is None
+    def _read_dataloader(self, loader: DataLoader[Any]) -> None:
+        if isinstance(loader.dataset, torch_data.IterableDataset):
+            return
+        _warn_of_weights(loader)
+        self.length = len(loader)
+        if loader.batch_size is None and loader.batch_sampler is None:  # items are batches: they come as they are
+            return
+        found = reachable(loader)
+        self.question = found.question
+        if found.indices is None:
+            return
+        self.indices, self.num_data = found.indices, None if found.question else len(found.indices)
+        self._order = _Order(loader, loader.batch_size or found.size, found.order == "shuffled")
+        if found.order is None:
+            return
+        self.inexact = "random numbers of the loader's worker processes are not kept" if loader.num_workers else None
+        self.splits, self.draws = True, not (loader.num_workers or _is_fixed(loader))
+        N, size = len(self.indices), self._order.size * self.part[1]
+        if loader.drop_last and found.order == "sequential" and N % size and self.length:
+            warnings.warn(
+                f"drop_last=True without shuffling: the last {N % size} of {N} observations are never seen",
+                stacklevel=5,
+            )
+        if self.part[1] > N:
+            raise ValueError(f"{self.part[1]} ranks share {N} observations: use fewer ranks")
+        self.length = N // size if loader.drop_last else -(-N // size)
 
     def share(self, ranks: Ranks) -> None:
         """Count the observations of all ranks together, if each has a sampler of its own."""
-        if ranks.mode == "data" and not self.splits:
+        if ranks.size > 1 and not self.splits:
             indices = torch.cat(ranks.tell(self.indices)).unique()
             if len(indices):
                 self.indices, self.num_data = indices, None if self.question else len(indices)
+
+    def mean_rows(self, accumulate: int, ranks: Ranks) -> float | None:
+        """Return the observations a step over an epoch, on all ranks; None if not known before one was read."""
+        observations, loader = None, self.loader
+        if self.splits and self._order is not None and self.length is not None:
+            observations = min(len(self.indices), self.length * self._order.size * self.part[1])
+        elif isinstance(loader, list | tuple):
+            observations = sum(map(rows, loader))
+        elif isinstance(loader, DataLoader) and self.num_data is not None and loader.batch_size is not None:
+            observations = min(len(loader.sampler), len(loader) * loader.batch_size)  # pyright: ignore
+        if ranks.size > 1 and not self.splits:  # each has a loader of its own; the shortest ends the epoch
+            theirs = ranks.tell((self.length, observations))
+            known = [count for length, count in theirs if count is not None and length == self.length]
+            observations = sum(known) if len(known) == ranks.size else None
+        return None if observations is None or self.length is None else observations / -(-self.length // accumulate)
 
     def rows_of(self, index: int) -> tuple[int, int]:
         """Return how many observations of a batch of the epoch are this part's, and how many there are: B_r and B."""
         start, stop, count = self._range(index)
         return stop - start, count
 
-    def mean_rows(self, accumulate: int) -> float | None:
-        """Return the observations a step, over an epoch and all parts; None if not known before it was read."""
-        if self.length is None:
-            return None
-        steps, loader = -(-self.length // accumulate), self.loader
-        if self.splits:
-            assert self._order is not None
-            return min(len(self.indices), self.length * self._order.size * self.part[1]) / steps
-        if isinstance(loader, list | tuple):
-            return sum(rows(batch) for batch in loader) / steps
-        one_each = self._order is not None and self.question is None  # an item is an observation
-        if not (one_each and isinstance(loader, DataLoader) and isinstance(loader.sampler, Sized)):
-            return None
-        return None if loader.batch_size is None else min(len(loader.sampler), self.length * loader.batch_size) / steps
-
     def _range(self, index: int) -> tuple[int, int, int]:
         """Return from where to where in an epoch's order this part of a batch goes, and B."""
         assert self._order is not None
-        (r, w), size, total = self.part, self._order.size * self.part[1], len(self.indices)
-        count = min(size, total - index * size)
+        (r, w), size = self.part, self._order.size * self.part[1]
+        count = min(size, len(self.indices) - index * size)
         return index * size + r * count // w, index * size + (r + 1) * count // w, count
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Give the batches of one epoch, without the first `skip`."""
-        if self._order is None or not self.splits:
+        if self._order is None or not self.splits or self.length is None:
             yield from map(self._moved, islice(self.loader, skip, None))
             return
-        assert self.length is not None
-        self._order.generator.manual_seed((self.seed * 1_000_003 + epoch + 999_983 * self.part[0]) % 2**63)
-        order = self.indices[self._shuffled(epoch)] if self._order.shuffled else self.indices
+        # one number for each pair of seed and epoch: an epoch's order does not depend on the ones before
+        seed, order = (self.seed * 1_000_003 + epoch) % 2**63, self.indices
+        self._order.generator.manual_seed((seed + 999_983 * self.part[0]) % 2**63)
+        if self._order.shuffled:
+            order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))]
         ranges = (self._range(index)[:2] for index in range(skip, self.length))
         # a part without observations reads one all the same: its share of the batch is zero
         yield from self._read(order[start : max(stop, start + 1)] for start, stop in ranges)
-
-    def _shuffled(self, epoch: int) -> Tensor:
-        # one number for each pair of seed and epoch: an epoch's order does not depend on the ones before
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        return torch.randperm(len(self.indices), generator=generator)
 
     def _read(self, lists: Iterable[Tensor]) -> Iterator[Any]:
         """Give the batches of these observations."""
@@ -159,6 +154,8 @@ class Batches:
 
     def everything(self, most: int | None = None, part: Part = (0, 1)) -> Iterator[Any]:
         """Give every observation once in a fixed order if the loader allows it, else one pass over the loader.
+
+        Of a stream that may not end, the first N rows are read.
 
         Args:
             most: at most this many batches: of map-style data evenly spread over the whole, else the first ones.
@@ -176,11 +173,8 @@ class Batches:
         for batch in islice(self.loader, most):
             yield self._moved(batch)
             seen += rows(batch)
-            if self.length is None and self.known_num_data is not None and seen > ENDLESS * self.known_num_data:
-                raise ValueError(
-                    f"the loader has given {seen} rows and does not end, where N = {self.known_num_data}: all data are "
-                    "read here. Give one that ends after a pass"
-                )
+            if self.length is None and self.known_num_data is not None and seen >= self.known_num_data:
+                return
 
     def in_order(self, multiple: int, most: int | None = None) -> Iterator[Any]:
         """Give every observation once in the data's own order, in batches of whole multiples of some number of rows.
@@ -218,56 +212,22 @@ class Batches:
             return next(self._read([self.indices[:2]])), len(self.indices[:2])
 
     def _moved(self, batch: Any) -> Any:
-        if self.device is None:
-            return batch
-        return tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+        return on_device(batch, self.device)
 
-    def _read_dataloader(self, loader: DataLoader) -> None:
-        if isinstance(loader.dataset, IterableDataset):
-            self.inexact = "an IterableDataset's order is its own"
-            return
-        _warn_of_weights(loader)
-        if not len(loader.dataset):  # pyright: ignore[reportArgumentType]
-            raise ValueError("the loader's data set is empty: there is nothing to fit to")
-        found = reachable(loader)
-        self.question, self.length = found.question, len(loader)
-        if loader.batch_size is None and loader.batch_sampler is None:  # items are batches: they come as they are
-            self.inexact = "the loader's items are batches, in an order of its own"
-            return
-        if found.indices is not None:
-            self.indices = found.indices
-            self.num_data = None if found.question else len(found.indices)
-            self._order = _Order(loader, loader.batch_size or found.size or 1, found.order == "shuffled")
-        sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
-        self.inexact = f"the loader's {type(sampler).__name__} has an order of its own"
-        if loader.batch_size is None:
-            self.inexact = "the loader has a batch sampler of its own"
-        if found.order is None or self._order is None or self.num_data is None or loader.batch_size is None:
-            return
-        left_over = self.num_data % loader.batch_size
-        if loader.drop_last and found.order == "sequential" and left_over and self.length:
-            warnings.warn(
-                f"drop_last=True without shuffling: the last {left_over} of {self.num_data} observations are never "
-                "seen; leave drop_last out, or shuffle",
-                stacklevel=6,
-            )
-        self.inexact = "random numbers that the loader's worker processes draw are not kept"
-        if not loader.num_workers:
-            self.inexact = None
-        self.splits, self.draws = True, not (loader.num_workers or _is_fixed(loader))
-        if self.part[1] > self.num_data:
-            raise ValueError(f"{self.part[1]} ranks share {self.num_data} observations: use fewer ranks")
-        if self.part[1] > 1:
-            size = self._order.size * self.part[1]
-            self.length = self.num_data // size if loader.drop_last else -(-self.num_data // size)
+
+def on_device(batch: Any, device: torch.device | None) -> Any:
+    """Return the batch with its tensors on the device."""
+    if device is None:
+        return batch
+    return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
 
 
 def _is_fixed(loader: DataLoader[Any]) -> bool:
     """Return whether items are rows of tensors, read without any code of the user's."""
     data: Any = loader.dataset
-    while type(data) is Subset:
+    while type(data) is torch_data.Subset:
         data = data.dataset
-    return type(data) is TensorDataset and loader.collate_fn is default_collate
+    return type(data) is torch_data.TensorDataset and loader.collate_fn is torch_data.default_collate
 
 
 class _Order:
@@ -300,32 +260,12 @@ class Reread:
 
 
 def held_out_batches(data: Iterable[Any], seed: int, device: torch.device) -> Reread:
-    """Return held-out data that have the same rows in the same order in every reading.
-
-    A stream may have another order each time: it is kept in memory, up to `KEPT` numbers.
-    """
+    """Return held-out data that have the same rows in the same order in every reading: a stream is kept in memory."""
     batches = Batches(data, seed, device)
     if isinstance(batches.loader, list | tuple) or len(batches.indices):
         return Reread(batches)
-    kept, numbers = [], 0
-    for batch in batches.everything():
-        kept.append(batch)
-        numbers += sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        if numbers > KEPT:
-            return Reread(batches)
+    kept = list(batches.everything())
     return Reread(Batches(kept, seed, device) if kept else batches)
-
-
-def mean_rows(batches: Batches, accumulate: int, ranks: Ranks) -> float | None:
-    """Return the observations a step over an epoch, on all ranks; None if not known before one was read."""
-    own = batches.mean_rows(accumulate)
-    if ranks.size == 1 or batches.splits:
-        return own
-    if ranks.mode == "draws":
-        return own
-    theirs = ranks.tell((batches.length, own))  # each has a loader of its own; the shortest ends the epoch
-    known = [mean for length, mean in theirs if mean is not None and length == batches.length]
-    return sum(known) if len(known) == ranks.size else None
 
 
 # ------------------------------------------------------------------------------------------------------------ samplers
@@ -340,8 +280,8 @@ class Reachable(NamedTuple):
     order: Literal["sequential", "shuffled"] | None = None
     #: the reason why the indices do not give N; None if they do
     question: str | None = None
-    #: the largest batch of a batch sampler of the user's own
-    size: int | None = None
+    #: the first batch's, of a batch sampler of the user's own
+    size: int = 1
 
 
 def reachable(loader: DataLoader[Any]) -> Reachable:
@@ -353,65 +293,46 @@ def reachable(loader: DataLoader[Any]) -> Reachable:
         tensor([3, 5, 7])
     """
     N = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return _of_batch_sampler(loader.batch_sampler, N)
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not torch_data.BatchSampler:
+        return _counted(loader.batch_sampler, "batch sampler")
     sampler: Any = loader.sampler
     kind = type(sampler)
-    if kind is SequentialSampler:
+    if kind is torch_data.SequentialSampler:
         return Reachable(torch.arange(N), "sequential")
-    if kind is RandomSampler:
+    if kind is torch_data.RandomSampler:
         return Reachable(torch.arange(N), "shuffled" if not sampler.replacement and sampler.num_samples == N else None)
-    if kind is SubsetRandomSampler:
+    if kind is torch_data.SubsetRandomSampler:
         return _distinct(torch.as_tensor(sampler.indices, dtype=torch.int64), kind.__name__, "shuffled")
-    if kind is DistributedSampler:  # the ranks together give all of it
+    if kind is torch_data.DistributedSampler:  # the ranks together give all of it
         return Reachable(torch.arange(N))
-    if kind is WeightedRandomSampler:
+    if kind is torch_data.WeightedRandomSampler:
         return Reachable(torch.as_tensor(sampler.weights).nonzero().squeeze(-1))
     if isinstance(sampler, list | tuple | range | Tensor):
         return _distinct(torch.as_tensor(list(sampler), dtype=torch.int64), "sampler", "sequential")
-    return _counted(_two_passes(lambda: sampler, N), kind.__name__)
+    return _counted(sampler, kind.__name__)
 
 
-def _of_batch_sampler(sampler: Iterable[Any], N: int) -> Reachable:
-    sizes = list[int]()
-
-    def indices() -> Iterator[int]:
-        for part in sampler:
-            sizes.append(len(part))
-            yield from part
-
-    found = _counted(_two_passes(indices, N), "batch sampler")
-    return found._replace(size=max(sizes, default=1))
-
-
-def _two_passes(sampler: Callable[[], Iterable[Any]], N: int) -> list[Tensor | None]:
-    """Return the indices of two passes of a sampler; None for a pass that does not end."""
-    most, passes = max(MOST, MOST_TIMES * N), list[Tensor | None]()
+def _counted(sampler: Any, name: str) -> Reachable:
+    """Return what a sampler of the user's own gives in two passes, if that is the same."""
+    batched, size = name == "batch sampler", 1
     with borrowed_stream(torch.Generator().manual_seed(0)):  # the user's stream is left alone
+        passes = []
         for _ in range(2):
-            found = np.fromiter(islice(map(int, sampler()), most + 1), dtype=np.int64)
-            passes.append(None if len(found) > most else torch.from_numpy(found))
-    return passes
-
-
-def _counted(passes: list[Tensor | None], name: str) -> Reachable:
-    first, second = passes
-    if first is None or second is None:
-        return Reachable(None, question=f"the loader's {name} does not end")
-    if not torch.equal(first.unique(), second.unique()):  # a sampler that gives others each time cannot be counted
-        question = f"the loader's {name} gives other observations in each pass, and which it can give is not known"
-        return Reachable(None, question=question)
-    return _distinct(first, name)
+            items = islice(sampler, len(sampler))
+            indices = chain.from_iterable(items) if batched else items
+            passes.append(torch.from_numpy(np.fromiter(map(int, indices), dtype=np.int64)))
+        if batched:
+            size = len(next(iter(sampler), [0]))
+    if not torch.equal(passes[0].unique(), passes[1].unique()):
+        return Reachable(None, question=f"the loader's {name} gives other observations in each pass")
+    return _distinct(passes[0], name)._replace(size=size)
 
 
 def _distinct(indices: Tensor, name: str, order: Literal["sequential", "shuffled"] | None = None) -> Reachable:
     distinct = indices.unique()
     if len(distinct) == len(indices):
         return Reachable(indices, order)
-    question = (
-        f"the loader's {name} gives {len(distinct)} observations {len(indices)} times in a pass: N may be the one, "
-        "where they are the same each time, or the other, where each is an observation of its own (crops of one image)"
-    )
+    question = f"the loader's {name} gives {len(distinct)} observations {len(indices)} times in a pass"
     return Reachable(distinct, None, question)
 
 
@@ -421,11 +342,10 @@ def _warn_of_weights(loader: DataLoader[Any]) -> None:
         weights = getattr(sampler, "weights", None)
         if weights is not None and len(torch.as_tensor(weights).unique()) > 1:
             warnings.warn(
-                f"the loader's {type(sampler).__name__} draws some observations more often than others: a minibatch "
-                "scaled by N/B then estimates the log likelihood of other data than yours (each observation counted "
-                "in proportion to its weight), and the posterior is that of those. Shuffle uniformly, and give class "
-                "weights to the likelihood if that is what you want",
-                stacklevel=7,
+                f"the loader's {type(sampler).__name__} draws some observations more often than others: the posterior "
+                "is that of data where each counts in proportion to its weight. Shuffle uniformly; a likelihood can "
+                "have class weights",
+                stacklevel=6,
             )
 
 
@@ -439,8 +359,7 @@ def warn_of_seen(loader: Iterable[Any], held_out: Iterable[Any]) -> None:
     if share:
         what = "are the data that are fitted" if share == 1.0 else f"have {share:.0%} of their rows from those fitted"
         warnings.warn(
-            f"validation= {what}: on them the network looks better than it is, and every posterior too wide. Give data "
-            "that were held out of the training",
+            f"validation= {what}: there the network looks better than it is. Give data held out of the training",
             stacklevel=2,
         )
 
@@ -448,9 +367,9 @@ def warn_of_seen(loader: Iterable[Any], held_out: Iterable[Any]) -> None:
 def _items(loader: DataLoader[Any]) -> tuple[Any, Tensor | None]:
     """Return the data set below all subsets, and the numbers of its items that a loader gives; None if unknown."""
     data = loader.dataset
-    if isinstance(data, IterableDataset):
+    if isinstance(data, torch_data.IterableDataset):
         return data, None
     indices = reachable(loader).indices
-    while indices is not None and isinstance(data, Subset):
+    while indices is not None and isinstance(data, torch_data.Subset):
         data, indices = data.dataset, torch.as_tensor(data.indices)[indices]
     return data, indices

@@ -1,7 +1,6 @@
 """From a fitted posterior to a richer one, never worse."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,17 +8,14 @@ import torch
 from ..families.low_rank import with_rank
 from ..families.mixture import with_components
 from ..util.checks import check_seed
-from .compare import worth_on_seed
+from .checkpoint import assign, copied
+from .compare import GROUPS, terms_on_seed
 from .data import Batches
 from .fit import fit
-from .loop import Schedule, assign, copied
 from .result import FitResult
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
-
-#: groups of draws on which the grown posterior is compared with the one before
-GROUPS = 32
 
 
 def grow(
@@ -63,9 +59,6 @@ def grow(
     if (rank is None) == (components is None):
         raise ValueError(f"give one of rank= and components=, got rank={rank!r} and components={components!r}")
     posterior.check_whole()
-    schedule = options.pop("schedule", None) or Schedule()
-    if isinstance(schedule, Schedule):
-        schedule = replace(schedule, staged=False)
     generator, old = torch.Generator().manual_seed(seed), posterior.family
     if rank is not None:
         grown = with_rank(old, rank, generator)
@@ -74,20 +67,19 @@ def grow(
         grown = with_components(old, components, generator)
     others, batches = posterior.outside_family(), Batches(loader, seed, posterior.device)
     fitted, kl_weight = copied(others), options.get("kl_weight", 1.0)
-    before = worth_on_seed(posterior, batches.everything(), GROUPS, seed, kl_weight)
-    posterior.family, kept = grown, False
+    found = {"before": terms_on_seed(posterior, batches.everything(), seed)}
+    posterior.family, kept = grown, "before"
     try:
-        result = fit(posterior, loader, schedule=schedule, seed=seed, **options)
-        after = worth_on_seed(posterior, batches.everything(), GROUPS, seed, kl_weight)
-        kept = after.objective.value >= before.objective.value
+        result = fit(posterior, loader, seed=seed, **options)
+        found["grown"] = terms_on_seed(posterior, batches.everything(), seed)
+        objectives = {name: one.estimate(kl_weight) for name, one in found.items()}
+        kept = max(objectives, key=lambda name: (objectives[name].value, name))  # of equals the grown one
     finally:
-        if not kept:
+        if kept == "before":
             posterior.family = old
             assign(others, fitted)
-    found = {"before": before, "grown": after}
-    result.candidates = {name: one.elbo for name, one in found.items()}
-    result.objectives = {} if kl_weight == 1.0 else {name: one.objective for name, one in found.items()}
-    result.kept = "grown" if kept else "before"
-    result.elbo = result.candidates[result.kept]
+    result.candidates = {name: one.estimate() for name, one in found.items()}
+    result.objectives = {} if kl_weight == 1.0 else objectives
+    result.kept, result.elbo = kept, result.candidates[kept]
     result.comparison = f"{GROUPS} groups of draws, all data"
     return result

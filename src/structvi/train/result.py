@@ -1,10 +1,6 @@
 """The result of a fit, and the history of its steps."""
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +12,6 @@ from ..result import Result, Status
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
-    from torch.utils.tensorboard import SummaryWriter
 
 #: The columns of a history, one row for each step.
 COLUMNS = (
@@ -34,35 +29,11 @@ NEXT = {
 }
 
 
-@contextmanager
-def _writer(to: "str | os.PathLike[str] | SummaryWriter") -> "Iterator[SummaryWriter]":
-    """Yield a writer; one that is made here for a folder is closed at the end."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ImportError("the export needs tensorboard: pip install tensorboard") from None
-    if isinstance(to, SummaryWriter):
-        yield to
-        return
-    writer = SummaryWriter(os.fspath(to))
-    try:
-        yield writer
-    finally:
-        writer.close()
-
-
-class UnknownColumn(KeyError, ValueError):
-    """A column that a history does not have."""
-
-    def __str__(self) -> str:  # a KeyError would show the message in quotes
-        return str(self.args[0])
-
-
 class History:
     """One row a step: the ELBO in nats for the whole data set at λ = 1, its standard error over groups, and the rest.
 
     `held_out` is the log density of held-out data in nats for each number, at the last step of an epoch, of a fit with
-    `validation=`; nan elsewhere. Fits made at once have it at some 32 epochs, where there are more.
+    `validation=`; nan elsewhere.
 
     `history["elbo"]` is a column as a float64 tensor. Steps that were undone have an ELBO of nan.
 
@@ -77,14 +48,9 @@ class History:
         self.rows: list[list[float]] = []
 
     def append(self, **values: float) -> None:
-        unknown = set(values) - set(COLUMNS)
-        if unknown:
-            raise ValueError(f"a history holds {COLUMNS}, got {sorted(unknown)}")
+        if unknown := sorted(set(values) - set(COLUMNS)):
+            raise ValueError(f"a history holds {COLUMNS}, got {unknown}")
         self.rows.append([float(values.get(column, float("nan"))) for column in COLUMNS])
-
-    def extend(self, rows: Iterable[Sequence[float]]) -> None:
-        """Append many rows, each with all of `COLUMNS`."""
-        self.rows += [list(row) for row in rows]
 
     def set_last(self, column: str, value: float) -> None:
         """Set a column of the last step."""
@@ -95,13 +61,12 @@ class History:
         return len(self.rows)
 
     def __getitem__(self, column: str) -> Tensor:
-        if column not in COLUMNS:
-            raise UnknownColumn(f"a history holds {COLUMNS}, got {column!r}")
-        index = COLUMNS.index(column)
-        return torch.tensor([row[index] for row in self.rows], dtype=torch.float64)
+        return self.recent(column, len(self))
 
     def recent(self, column: str, count: int) -> Tensor:
         """Return the last `count` values of a column."""
+        if column not in COLUMNS:
+            raise ValueError(f"a history holds {COLUMNS}, got {column!r}")
         index = COLUMNS.index(column)
         return torch.tensor([row[index] for row in self.rows[-count:]], dtype=torch.float64)
 
@@ -124,37 +89,22 @@ class History:
         frame = pandas.DataFrame(self.rows, columns=list(COLUMNS))
         return frame.astype({"step": int, "epoch": int, "stage": int})
 
-    def to_tensorboard(self, to: "str | os.PathLike[str] | SummaryWriter", prefix: str = "fit") -> None:
-        """Write every column as scalars, to a log directory or a `SummaryWriter`. Needs tensorboard."""
-        with _writer(to) as writer:
-            for row in self.rows:
-                values = dict(zip(COLUMNS, row, strict=True))
-                for column in COLUMNS[2:]:
-                    if values[column] == values[column]:  # not nan
-                        writer.add_scalar(f"{prefix}/{column}", values[column], int(values["step"]))
-
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Plot the ELBO over steps, its running mean, and the step where the factor started; return the axes."""
+        """Plot the ELBO over steps, and its running mean; return the axes."""
         try:
             import matplotlib.pyplot as plt
         except ImportError:
             raise ImportError('plots need matplotlib: pip install "structvi[plots]"') from None
-        if ax is None:
-            _, ax = plt.subplots()
-        step, elbo, stage = (self[column] for column in ("step", "elbo", "stage"))
-        finite = elbo.isfinite()
-        step, elbo, stage = step[finite], elbo[finite], stage[finite]
+        ax = plt.subplots()[1] if ax is None else ax
+        finite = self["elbo"].isfinite()
+        step, elbo = self["step"][finite], self["elbo"][finite]
         ax.plot(step, elbo, alpha=0.3, linewidth=0.8, label="each step")
         window = max(1, len(elbo) // 50)
         if len(elbo) >= 2 * window:
             mean = elbo.unfold(0, window, 1).mean(-1)
             ax.plot(step[window - 1 :], mean, label=f"mean of {window} steps")
             # the first steps are far below the rest: they would flatten it
-            low, high = mean[len(mean) // 10 :].min().item(), elbo.max().item()
-            if high > low:
-                ax.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
-        if bool((stage[1:] > stage[:-1]).any()):
-            ax.axvline(step[1:][stage[1:] > stage[:-1]][0].item(), linestyle="--", color="grey", label="factor starts")
+            ax.set_ylim(bottom=mean[len(mean) // 10 :].min().item())
         ax.set_xlabel("step")
         ax.set_ylabel("ELBO (nats)")
         ax.legend()
@@ -187,7 +137,6 @@ class FitResult(Result):
         comparison: what they were compared on.
         history: the steps.
         steps, epochs: how many were made, all in all.
-        passes: over the data, of one draw each: three for each draw of a step, forward and backward.
         kl_weight: λ of the objective E log lik − λ KL; one but for a tempered posterior.
         bound: whether the ELBO is a lower bound on the evidence: False with point masses.
         exact: whether the same seed gives the same bits, and a resumed run those of one never stopped.
@@ -210,7 +159,6 @@ class FitResult(Result):
     bound: bool
     exact: bool
     objectives: dict[str, Estimate] = field(default_factory=dict[str, Estimate])
-    passes: float = 0.0
     skipped: list[Skipped] = field(default_factory=list)
     evaluation: str = "one draw at a time"
     constant: float | None = None
@@ -241,20 +189,7 @@ class FitResult(Result):
 
     @property
     def next_step(self) -> str:
-        if self.status in (Status.CONVERGED, Status.UNCLEAR, Status.IMPROVING) and self._is_below_constant():
+        known = self.status in (Status.CONVERGED, Status.UNCLEAR, Status.IMPROVING) and self.bound
+        if known and self.constant is not None and self.elbo.value + 2 * self.elbo.standard_error < self.constant:
             return "it is below a constant output: are inputs and targets scaled? print(result.details) has what to try"
         return NEXT.get(self.status, "print(result.details) says what is missing")
-
-    def to_tensorboard(self, to: "str | os.PathLike[str] | SummaryWriter", prefix: str = "fit") -> None:
-        """Write the history, and ELBO and held-out log density of the kept posterior. Needs tensorboard."""
-        self.history.to_tensorboard(to, prefix)
-        final = {"elbo": self.elbo.value, "held_out": self.held_out.get(self.kept)}
-        with _writer(to) as writer:
-            for name, value in final.items():
-                if value is not None and isfinite(value):
-                    writer.add_scalar(f"{prefix}/kept/{name}", value, self.steps)
-
-    def _is_below_constant(self) -> bool:
-        return (
-            self.bound and self.constant is not None and self.elbo.value + 2 * self.elbo.standard_error < self.constant
-        )

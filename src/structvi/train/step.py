@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, nan
-from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,25 +17,24 @@ from torch.utils import _pytree as pytree
 from ..distributed.ranks import Parallel, Ranks
 from ..families.numerics import unread
 from ..models.bayesian_model import rows
-from ..networks.call import check_precision, in_modes, is_in_training
+from ..networks.call import in_modes, is_in_training
 from ..objective import Estimate, Estimator, NonFiniteError, check_spaces, scored_draws, terms_at
 from ..optim.adam import OptimizerLike, make_optimizer
 from ..result import Status
 from ..util.checks import check_integer, check_positive, check_seed
 from ..util.interrupts import Interrupts
 from ..util.random_streams import borrowed_stream
-from .checks import may_draw
+from .checks import FAILURES, draws_random_numbers
 from .cuda_graph import CapturedStep
+from .data import on_device
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
 #: graphs that are kept: one for each shape of batch (the last of an epoch is shorter) in each stage
 GRAPHS = 4
-#: why a step is not captured where the user does not want it
-AS_ASKED = "as asked"
 #: bytes of one block: after it was freed, glibc keeps up to twice as much for the next steps instead of returning it
-KEPT_BYTES = 2**25 - 2**16
+KEPT_BYTES = 33_488_896
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,8 @@ class Compute:
             whose gradient overflows in float16 is left out, and halves the factor of the loss.
         compile: run the network through `torch.compile`, one draw at a time: for many large steps.
         capture: on a GPU, with the default optimizer, run the whole step as one CUDA graph if the network allows.
-        parallel: over the ranks of a `torch.distributed` process group. "data": each takes its part of every batch, of
-            w times the loader's batch size. "draws": each draws its own weights for the same batch. None: they do not
-            share the work. "auto" is "data" if there is a group. A stepper knows no other ranks.
+        parallel: "auto": of w ranks of a `torch.distributed` process group each takes its part of every batch, of w
+            times the loader's batch size. None: they do not share the work. A stepper knows no other ranks.
     """
 
     precision: torch.dtype | None = None
@@ -58,15 +55,16 @@ class Compute:
     capture: bool = True
     parallel: Parallel = "auto"
 
-    def check(self, posterior: "Posterior") -> None:
-        """Raise ValueError if this posterior cannot be computed so."""
-        check_precision(self.precision, posterior.net, posterior.space.dtype, posterior.device)
-        if self.compile and posterior.model.linearised_at is not None:
-            raise ValueError("compile=True is for the network itself, and this one is linearised: leave it out")
+    def __post_init__(self) -> None:
+        if self.precision not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"precision must be None, torch.bfloat16 or torch.float16, got {self.precision!r}")
 
     @contextmanager
     def applied(self, posterior: "Posterior") -> Iterator[None]:
         """Run the network in this precision, and compiled, inside the block."""
+        if self.precision is not None and posterior.space.dtype != torch.float32:
+            dtype = posterior.space.dtype
+            raise ValueError(f"precision={self.precision} is mixed with float32, and the weights are {dtype}")
         model = posterior.model
         before = model.precision, model.compiled
         model.precision = self.precision or model.precision
@@ -95,8 +93,7 @@ class LossFactor:
         finite: how many steps in a row were finite.
     """
 
-    GROWTH = 2000
-    LOWEST, HIGHEST = 2.0**-16, 2.0**32
+    GROWTH, LOWEST = 2000, 2.0**-16
 
     def __init__(self, device: torch.device):
         self.tensor = torch.empty((), device=device)
@@ -108,16 +105,16 @@ class LossFactor:
 
     def halve(self) -> bool:
         """Halve c after a gradient that is not finite; return False if c cannot be the reason."""
-        if self.value <= self.LOWEST:
-            return False
-        self.set(self.value / 2)
-        return True
+        possible = self.value > self.LOWEST
+        if possible:
+            self.set(self.value / 2)
+        return possible
 
     def count(self) -> None:
         """Count a finite gradient."""
         self.finite += 1
         if self.finite == self.GROWTH:
-            self.set(min(2 * self.value, self.HIGHEST))
+            self.set(2 * self.value)
 
 
 class Outcome(NamedTuple):
@@ -155,13 +152,14 @@ class Step:
         posterior: "Posterior",
         optimizer: torch.optim.Optimizer,
         generator: torch.Generator,
-        *,
         estimator: Estimator = Estimator(),
         clip: float | None = None,
         capture: bool = True,
         ranks: Ranks | None = None,
     ):
         self.posterior, self.optimizer, self.generator, self.estimator = posterior, optimizer, generator, estimator
+        if clip is not None:
+            check_positive(clip, "clip")
         self.clip = inf if clip is None else clip
         self.ranks = Ranks() if ranks is None else ranks
         self.named: dict[str, Tensor] = dict(posterior.named_parameters())
@@ -175,8 +173,10 @@ class Step:
         #: whether the network draws random numbers; found out at the first batch, by all ranks together
         self.random: bool | None = True if posterior.dropout == "on" else None
         self.factor = LossFactor(generator.device)
-        self._net, self._model = posterior.net, posterior.model
-        self._modes = partial(is_in_training, dropout=posterior.dropout, batch_norm=posterior.batch_norm)
+        self._net, self._modes = (
+            posterior.net,
+            partial(is_in_training, dropout=posterior.dropout, batch_norm=posterior.batch_norm),
+        )
         self._graphs: dict[Hashable, CapturedStep] = {}
         check_spaces(posterior.family, posterior.model)
         if generator.device.type == "cpu":
@@ -187,11 +187,7 @@ class Step:
         return bool(self._graphs)
 
     def __call__(
-        self,
-        batches: Sequence[Any],
-        weights: Sequence[float] = (1.0,),
-        kl_weight: float = 1.0,
-        whole: float | None = None,
+        self, batches: Sequence[Any], weights: Sequence[float] = (1.0,), whole: float = 1.0, kl_weight: float = 1.0
     ) -> Outcome:
         """Make one step over these batches.
 
@@ -202,12 +198,12 @@ class Step:
         Args:
             batches: one, or several whose gradients are accumulated.
             weights: of each; of several ranks, of this rank's part of it.
+            whole: the sum of all weights, over ranks.
             kl_weight: λ in E log lik − λ KL[q‖prior].
-            whole: the sum of all weights, over ranks; that of `weights` if None.
         """
         stream = self.generator.get_state()
         if self.random is None:
-            self.random = any(self.ranks.tell(may_draw(self.posterior, batches[0])))
+            self.random = any(self.ranks.tell(self._may_draw(batches[0])))
         try:
             with self._borrowed():
                 graph = self._graph(batches, kl_weight)
@@ -220,7 +216,8 @@ class Step:
                 *values, size = torch.cat([sums, norm.reshape(1)]).tolist()  # the one time the host waits
         except torch.OutOfMemoryError as error:
             self.generator.set_state(stream)
-            raise self._out_of_memory(error, batches) from None
+            error.add_note(self._sizes(batches))
+            raise
         if not isfinite(sum(values)) or not isfinite(size):
             self.generator.set_state(stream)
             with self._borrowed():
@@ -229,11 +226,18 @@ class Step:
             self._clip_and_move(size)
         if self.in_float16:
             self.factor.count()
-        return Outcome(torch.tensor(values, dtype=torch.float64) / (sum(weights) if whole is None else whole), size)
+        return Outcome(torch.tensor(values, dtype=torch.float64) / whole, size)
 
     @property
     def in_float16(self) -> bool:
-        return self._model.precision == torch.float16
+        return self.posterior.model.precision == torch.float16
+
+    def _may_draw(self, batch: Any) -> bool:
+        """Return whether the network draws random numbers on a batch; True if it cannot be called there."""
+        try:
+            return draws_random_numbers(self.posterior, batch)
+        except FAILURES:
+            return True
 
     def _borrowed(self) -> AbstractContextManager[None]:
         """Hold the global streams if the network draws random numbers from them."""
@@ -246,7 +250,7 @@ class Step:
 
         Return the ELBO of each group times the sum of the weights, [groups], and the gradient's norm, in float64.
         """
-        posterior, model, estimator, ranks, total = self.posterior, self._model, self.estimator, self.ranks, None
+        posterior, model, ranks, total = self.posterior, self.posterior.model, self.ranks, None
         alone, factor = ranks.size == 1, self.factor.tensor if self.in_float16 else None
         for parameter in self.named.values():
             parameter.grad = None
@@ -254,9 +258,9 @@ class Step:
             with nullcontext() if alone else ranks.together():
                 with unread(), in_modes(self._net, self._modes):
                     density = posterior.family()
-                    draws, log_q = scored_draws(density, estimator, generator if alone else ranks.generator(generator))
+                    draws, log_q = scored_draws(density, self.estimator, generator)
                     self.draws = draws.weight.shape[0]
-                    terms = terms_at(density, draws, log_q, model, batch, estimator)
+                    terms = terms_at(density, draws, log_q, model, batch, self.estimator)
                 loss = (terms.objective(kl_weight) * (weight * (-1.0 / model.num_data))).mean()
                 if not alone and not bool(torch.isfinite(loss)):
                     raise NonFiniteError("the loss is not finite")
@@ -273,34 +277,17 @@ class Step:
     def move(self, values: Tensor, norm: Tensor, skip: Tensor | None = None) -> None:
         """Make the optimizer's step on the device: clipped, and left out where it is not finite or `skip` is 1."""
         scale = (norm / self.clip).clamp(min=1.0).float() * self._divisor
-        bad = 1.0 - torch.isfinite(values.sum() + norm).float()
-        if skip is None and any(p.grad is not None and p not in self.optimizer.state for p in self.named.values()):
-            self._move_scaled(scale, torch.ones_like(bad))  # all moments are there before anything has moved
-        self._move_scaled(scale, bad if skip is None else bad.maximum(skip))
+        bad, optimizer = 1.0 - torch.isfinite(values.sum() + norm).float(), self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = scale, bad if skip is None else bad.maximum(skip)  # pyright: ignore
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # pyright: ignore
 
     @property
     def _divisor(self) -> Tensor | float:
         """The factor that gradients have to be divided by."""
         return self.factor.tensor if self.in_float16 else 1.0
-
-    def _move_scaled(self, scale: Tensor, skip: Tensor) -> None:
-        optimizer: Any = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = scale, skip
-        try:
-            optimizer.step()
-        except torch.OutOfMemoryError:
-            for parameter, state in list(optimizer.state.items()):
-                if "exp_avg_sq" not in state:  # moments are made whole or not at all
-                    del optimizer.state[parameter]
-            raise
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-
-    def replay(self) -> None:
-        """Make the step captured last once more, on the batch that it holds, without a look at the outcome."""
-        if not self._graphs:
-            raise ValueError(f"no step has been captured: {self.reason or 'call it first'}")
-        next(reversed(self._graphs.values())).graph.replay()
 
     def _clip_and_move(self, size: float) -> None:
         share = min(1.0, self.clip / size) if size else 1.0
@@ -326,32 +313,20 @@ class Step:
                     break
         return NonFiniteError("the KL (log q or entropy of the posterior) is not finite")
 
-    def _out_of_memory(self, error: torch.OutOfMemoryError, batches: Sequence[Any]) -> torch.OutOfMemoryError:
-        """Return the error with what a step needs and what needs less; give back what the step had taken."""
-        said, cause = str(error), error
-        while cause is not None:
-            clear_frames(cause.__traceback__)
-            cause.__traceback__ = None  # a cleared frame still has its function, and that the tensors it closes over
-            cause = cause.__context__
-        for parameter in self.named.values():
-            parameter.grad = None
-        self._graphs.clear()
-        if self.generator.device.type == "cuda":
-            torch.cuda.empty_cache()
-        V, P = sum(p.numel() for p in self.named.values()), self.posterior.space.size
-        return torch.OutOfMemoryError(
-            f"a step does not fit into memory, with P = {P} weights, {V} variational parameters, {self.draws} draws "
-            f"and batches of {max(map(rows, batches))}. Less memory is needed with smaller batches (accumulate= keeps "
-            "the step), fewer draws, a lower rank, variationalize(.., checkpoint_activations=True), "
-            "compute=vi.Compute(precision=torch.bfloat16), or a posterior sharded over several devices. "
-            f"torch said: {said}"
+    def _sizes(self, batches: Sequence[Any]) -> str:
+        """Return what a step that ran out of memory needs, and what needs less."""
+        P, most = self.posterior.space.size, max(map(rows, batches))
+        return (
+            f"a step does not fit into memory, with P = {P} weights, {self.draws} draws and batches of {most}. Less "
+            "memory is needed with smaller batches (accumulate= keeps the step), fewer draws, a lower rank, "
+            "variationalize(.., checkpoint_activations=True) or compute=vi.Compute(precision=torch.bfloat16)"
         )
 
     # ----------------------------------------------------------------------------------------------------- capture
 
     def _reason_against(self, capture: bool) -> str | None:
         if not capture:
-            return AS_ASKED
+            return "as asked"
         if self.generator.device.type != "cuda":
             return "not on a CUDA device"
         if self.ranks.size > 1:
@@ -375,8 +350,6 @@ class Step:
                 return None
             try:
                 self._graphs[key] = CapturedStep(self, batches[0], kl_weight)
-            except torch.OutOfMemoryError:
-                self.reason = "there is no memory for a captured step beside what it needs"
             except (RuntimeError, NotImplementedError) as error:  # a capture that fails has no class of its own
                 torch.cuda.synchronize()
                 self.reason = f"the step cannot be captured: {str(error).strip().splitlines()[0][:200]}"
@@ -387,33 +360,24 @@ class Step:
         return self._graphs[key]
 
 
-class Stepper:
+class Stepper(Step):
     """`loss = step(batch)` moves the posterior by one step of the optimizer: what `Posterior.stepper` returns.
 
     Attributes:
         optimizer: its learning rates are read at every step, by a captured one too.
         generator: of draws and dropout, on the posterior's device.
+        captured: True if the last steps were CUDA graphs; if not, `reason` says why.
+        observations: in a step, on average; None: every step counts the same.
         steps: how many have been made.
         elbo: of the last step, in nats for the whole data set, at λ = 1; None before the first.
         gradient_norm: of the last step, of −elbo/N, before it was clipped.
     """
 
-    def __init__(self, make_step: Step, observations: float | None, compute: Compute):
-        self.posterior, self.optimizer, self.generator = make_step.posterior, make_step.optimizer, make_step.generator
-        self.observations, self.compute, self._step = observations, compute, make_step
-        self.steps, self.gradient_norm, self.elbo = 0, nan, None
+    observations: float | None = None
+    compute = Compute()
+    steps, gradient_norm, elbo = 0, nan, None
 
-    @property
-    def captured(self) -> bool:
-        """True if the last steps were CUDA graphs; if not, `reason` says why."""
-        return self._step.captured
-
-    @property
-    def reason(self) -> str | None:
-        """The reason why steps are not captured; None if they are, or will be."""
-        return self._step.reason
-
-    def __call__(self, *batches: Any, kl_weight: float = 1.0) -> float:
+    def __call__(self, *batches: Any, kl_weight: float = 1.0) -> float:  # pyright: ignore
         """Make one step; return −elbo/N, in nats per observation, at λ = 1 and before the step.
 
         Args:
@@ -430,16 +394,13 @@ class Stepper:
         check_positive(kl_weight, "kl_weight")
         posterior, device = self.posterior, self.posterior.device
         if device != self.generator.device:
-            raise ValueError(
-                f"the posterior is on {device} and was on {self.generator.device} when the stepper was made: "
-                "call bayes.stepper(..) after bayes.to(device)"
-            )
+            raise ValueError(f"the posterior has moved to {device}: call bayes.stepper(..) after bayes.to(device)")
         moved = [on_device(batch, device) for batch in batches]
         counts = [rows(batch) for batch in moved]
         mean = self.observations or float(sum(counts))
         with self.compute.applied(posterior), Interrupts():
             try:
-                values, norm = self._step(moved, [one / mean for one in counts], kl_weight, sum(counts) / mean)
+                values, norm = super().__call__(moved, [one / mean for one in counts], sum(counts) / mean, kl_weight)
             except OverflowingError:  # left out, as by torch's GradScaler; its scale has been halved
                 return nan
         posterior.calibration = None  # it was that of the posterior before
@@ -460,7 +421,7 @@ def stepper(
     observations: float | None = None,
     clip: float | None = 10.0,
     estimator: Estimator = Estimator(),
-    compute: Compute | None = None,
+    compute: Compute = Compute(),
     seed: int = 0,
 ) -> Stepper:
     """Return the step of `fit` for a loop of your own: `step = bayes.stepper()`, then `loss = step(batch)`.
@@ -488,22 +449,11 @@ def stepper(
         >>> step
         Stepper(Adam, 100 steps, not captured: not on a CUDA device)
     """
-    compute = compute or Compute()
-    compute.check(posterior)
     check_seed(seed)
-    for name, value in (("observations", observations), ("clip", clip)):
-        if value is not None:
-            check_positive(value, name)
+    if observations is not None:
+        check_positive(observations, "observations")
     check_integer("num_data", posterior.model.num_data)  # which says what to do where it is not known
-    make_step = Step(
-        posterior, make_optimizer(posterior, optimizer, lr), torch.Generator(posterior.device).manual_seed(seed),
-        estimator=estimator, clip=clip, capture=compute.capture,
-    )  # fmt: skip
-    return Stepper(make_step, observations, compute)
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on the device."""
-    if isinstance(batch, tuple) and all(isinstance(x, Tensor) and x.device == device for x in batch):
-        return batch
-    return pytree.tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+    generator = torch.Generator(posterior.device).manual_seed(seed)
+    step = Stepper(posterior, make_optimizer(posterior, optimizer, lr), generator, estimator, clip, compute.capture)
+    step.observations, step.compute = observations, compute
+    return step

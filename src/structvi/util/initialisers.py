@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Callable
-from functools import partial
 from inspect import signature
 
 import torch
@@ -27,23 +26,11 @@ class Initialisers:
     def __init__(self, net: nn.Module):
         self._current = {name: tensor.detach() for name, tensor in net.named_parameters()}
         self._twin: nn.Module | None = None
-        self._calls: list[Callable[[], object]] = []
         try:
             self._twin = copy.deepcopy(net)
         except (RuntimeError, TypeError) as error:  # a tensor with a graph; a lock, a file or a generator
             message = f"the network cannot be copied ({error}): its current values stand in for fresh ones"
             warnings.warn(message, stacklevel=3)
-            return
-        for module in reversed(list(self._twin.modules())):
-            for method in ("reset_parameters", "_reset_parameters"):
-                initialise = getattr(module, method, None)
-                if callable(initialise) and _required(initialise) == 0:  # with arguments only the layer knows how
-                    self._calls.append(initialise)
-            initialise = getattr(module, "_init_weights", None)
-            if callable(initialise) and _required(initialise) == 1:  # what a model applies to each of its parts
-                self._calls += [partial(initialise, part) for part in reversed(list(module.modules()))]
-            elif callable(initialise) and _required(initialise) == 0:
-                self._calls.append(initialise)
 
     def __call__(self) -> dict[str, Tensor]:
         if self._twin is None:
@@ -51,9 +38,22 @@ class Initialisers:
         with torch.no_grad():
             for name, tensor in self._twin.named_parameters():
                 tensor.copy_(self._current[name])
-            for call in self._calls:
-                call()
+            for module in reversed(list(self._twin.modules())):
+                _initialise(module)
         return dict(self._twin.named_parameters())  # asked again: a layer may have put another in the place of one
+
+
+def _initialise(module: nn.Module) -> None:
+    for method in ("reset_parameters", "_reset_parameters", "_init_weights"):
+        initialise = getattr(module, method, None)
+        if not callable(initialise):
+            continue
+        required = _required(initialise)
+        if required == 0:
+            initialise()
+        elif required == 1 and method == "_init_weights":  # what a model applies to each of its parts
+            for part in reversed(list(module.modules())):
+                initialise(part)  # with other arguments only the layer knows how
 
 
 def _required(function: Callable[..., object]) -> int:

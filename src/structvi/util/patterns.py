@@ -22,35 +22,29 @@ def assign(names: tuple[str, ...], patterns: tuple[str, ...], what: str, partial
         >>> assign(("body.weight", "head.weight"), ("head.*", "*"), "PerLayer")
         (1, 0)
     """
-    specific = [i for i, pattern in enumerate(patterns) if pattern != REST]
-    matches = {name: [i for i in specific if fnmatchcase(name, patterns[i])] for name in names}
-    several = [name for name, found in matches.items() if len(found) > 1]
-    if several:
-        rivals = [patterns[i] for i in matches[several[0]]]
-        raise ValueError(
-            f"{what}: every tensor must match one pattern, but {few(several)} match several, such as {rivals}; "
-            'make the patterns disjoint ("*" alone takes what the others leave)'
-        )
-    if REST in patterns:
-        rest = patterns.index(REST)
-        matches = {name: found or [rest] for name, found in matches.items()}
-    none = [name for name, found in matches.items() if not found]
-    if none:
-        raise ValueError(f'{what}: no pattern of {list(patterns)} matches {few(none)}; add one, or "*" for the rest')
-    owners = tuple(found[0] for found in matches.values())
+    rest = patterns.index(REST) if REST in patterns else None
+    owners: list[int] = []
+    for name in names:
+        found = [i for i, pattern in enumerate(patterns) if i != rest and fnmatchcase(name, pattern)]
+        if len(found) > 1:
+            raise ValueError(
+                f"{what}: every tensor must match one pattern, but {name} matches {[patterns[i] for i in found]}; "
+                'make the patterns disjoint ("*" alone takes what the others leave)'
+            )
+        if not found and rest is None:
+            raise ValueError(f'{what}: no pattern of {list(patterns)} matches {name}; add one, or "*" for the rest')
+        owners += found if found or rest is None else [rest]
     unused = [pattern for i, pattern in enumerate(patterns) if i not in owners]
     if unused and not partial:
         raise ValueError(f"{what}: the patterns {unused} are left without a tensor; the tensors are {few(names)}")
-    return owners
+    return tuple(owners)
 
 
 def check_patterns(patterns: Iterable[object], what: str) -> None:
+    """Raise unless there are patterns, all of them strings."""
     patterns = list(patterns)
-    if not patterns:
-        raise ValueError(f"{what} needs at least one pattern, got an empty dict")
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{what}: patterns must be strings, got {pattern!r}")
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{what} needs at least one pattern, and all of them strings, got {patterns!r}")
 
 
 def few(names: Iterable[str], limit: int = 8) -> str:

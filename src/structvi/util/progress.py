@@ -21,6 +21,19 @@ def is_live() -> bool:
     return sys.stderr.isatty() or type(shell).__name__ == "ZMQInteractiveShell"
 
 
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches of a loader; None if it is unknown.
+
+    Example:
+        >>> length_of([1, 2]), length_of(iter([1, 2]))
+        (2, None)
+    """
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except TypeError:  # a DataLoader has a length, and that of a stream raises
+        return None
+
+
 def progress_bar(
     items: Iterable[Any] | None = None, *, total: int | None, label: str, show: bool, unit: str = "batch"
 ) -> "tqdm[Any]":
@@ -51,28 +64,21 @@ class Progress:
         self.started, self.bar = time.monotonic(), None
         if is_live():
             self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, desc=label or None)
-        elif label:
-            print(label, file=sys.stderr)
 
-    def update(self, elbo: float, standard_error: float, held_out: float | None = None) -> None:
-        """Count one step more."""
-        self.done += 1
+    def update(self, elbo: float, standard_error: float, held_out: float | None, total: int) -> None:
+        """Count one step more, of fewer in all if the fit ends early."""
+        self.done, self.total = self.done + 1, total
         error = "" if isnan(standard_error) else f" ± {standard_error:.2g}"
         text = f"ELBO {elbo:.5g}{error} nats"
         if held_out is not None:
             text += f", held out {held_out:.4f}"
         if self.bar is not None:
+            self.bar.total = total
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
         elif self.done % max(1, self.total // self.LINES) == 0 or self.done == self.total:
             left = (time.monotonic() - self.started) / (self.done - self.first) * (self.total - self.done)
             print(f"step {self.done}/{self.total}: {text}, {left:.0f} s left", file=sys.stderr)
-
-    def shorten(self, total: int) -> None:
-        """Expect fewer steps in all."""
-        self.total = total
-        if self.bar is not None:
-            self.bar.total = total
 
     def close(self) -> None:
         if self.bar is not None:

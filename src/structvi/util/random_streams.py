@@ -4,24 +4,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 
 from .checks import check_generator
 
 _LOCK = threading.RLock()
-
-
-def alone() -> AbstractContextManager[Any]:
-    """Return the lock of the global random streams, which all threads share.
-
-    Example:
-        >>> with alone(), alone():  # a thread may enter again
-        ...     pass
-    """
-    return _LOCK
 
 
 def _in_a_child() -> None:
@@ -39,7 +28,7 @@ def seed_from(generator: torch.Generator | None = None, count: int = 1) -> list[
     check_generator(generator)
     if generator is not None:
         return torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
-    with alone():  # not from what another thread has borrowed
+    with _LOCK:  # not from what another thread has borrowed
         return torch.randint(2**62, (count,)).tolist()
 
 
@@ -51,7 +40,7 @@ def borrowed_stream(generator: torch.Generator | None = None, rank: int = 0) -> 
     generator get streams of their own: dropout and augmentation differ between them.
     """
     check_generator(generator)
-    with alone():
+    with _LOCK:
         device = None if generator is None else generator.device
         seed = int(torch.randint(2**62, (), generator=generator, device=device)) + rank
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.distributions import Gamma, Independent, InverseGamma, Normal
-from torch.utils.data import DataLoader, TensorDataset
 
-import structvi as vi
-from structvi import Parameters, likelihoods
+from structvi import Parameters
 from structvi.models.priors import HierarchicalNormalPrior, StudentTPrior
 from structvi.models.priors.separable import log_prior
 
@@ -61,18 +58,6 @@ def test_the_value_is_that_of_its_definition():
     torch.testing.assert_close(value.detach(), expected, atol=0.02, rtol=0)
 
 
-def test_gradients():
-    prior = HierarchicalNormalPrior(2.0)
-    prior.check(SPACE)
-    theta = draws(3).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: prior(SPACE, x), theta)
-    (slope,) = torch.autograd.grad(prior(SPACE, theta).sum(), theta)
-    scales = prior.scales(SPACE)  # of a normal prior
-    sizes = zip(SPACE.names, SPACE.numels, strict=True)
-    unit = torch.cat([torch.full((n,), scales[name], dtype=F64) for name, n in sizes])
-    torch.testing.assert_close(slope, -theta / unit.square())
-
-
 def test_shared_tensors_and_other_networks():
     prior, theta = HierarchicalNormalPrior(2.0), draws(1)
     whole = prior(SPACE, theta)
@@ -83,42 +68,3 @@ def test_shared_tensors_and_other_networks():
         prior(Parameters({"z": torch.zeros(2)}), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="df of a StudentTPrior must be a positive number"):
         HierarchicalNormalPrior(0.0)
-
-
-def data():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 2, generator=generator)
-    return x, torch.sin(2 * x[:, :1]) + 0.1 * torch.randn(60, 1, generator=generator)
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def fitted(prior, steps=500):
-    bayes = vi.variationalize(network(), likelihoods.Gaussian(noise=0.1), vi.MeanField(), prior)
-    bayes.fit(DataLoader(TensorDataset(*data()), batch_size=60), steps=steps, progress=False)
-    return bayes
-
-
-def elbo(bayes):
-    return bayes.elbo([data()], groups=500, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.slow
-def test_a_fit_agrees_with_its_marginal_and_scales_stay(tmp_path):
-    marginal, bayes = fitted(StudentTPrior(1.0, per="tensor")), fitted(HierarchicalNormalPrior(1.0))
-    there, here = elbo(marginal), elbo(bayes)
-    noise = 3 * (there.standard_error**2 + here.standard_error**2) ** 0.5
-    assert abs(there.value - here.value) < noise + 1.0  # q(σ²) is a point less than the weights' own spread
-    scales = bayes.model.prior.scales(bayes.space)
-    assert min(scales.values()) > 0.05
-    q = bayes.family()
-    square = {name: float(x.sum()) for name, x in bayes.space.unravel((q.mean**2 + q.variance).detach()).items()}
-    for name, n in zip(bayes.space.names, bayes.space.numels, strict=True):
-        assert scales[name] == pytest.approx(((1.0 + square[name]) / (1.0 + n)) ** 0.5, rel=0.1)  # the closed form
-    bayes.save(tmp_path / "it")
-    again = vi.load(tmp_path / "it", network())
-    assert again.model.prior.scales(again.space) == pytest.approx(scales)
-    assert elbo(again).value == pytest.approx(here.value, abs=1e-3)

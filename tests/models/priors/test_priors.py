@@ -5,19 +5,15 @@ from math import pi, sqrt
 
 import pytest
 import torch
-from torch import nn
 from torch.distributions import (
     Cauchy,
-    Independent,
     Laplace,
-    MultivariateNormal,
     Normal,
     StudentT,
 )
 
 import structvi as vi
 from structvi.models.priors.separable import log_prior
-from structvi.util.configuration import configuration
 
 SPACE = vi.Parameters({"a.weight": torch.zeros(3, 4), "a.bias": torch.zeros(3), "b.weight": torch.zeros(2, 3)})
 SPACE = vi.Parameters({name: x.double() for name, x in SPACE.unravel(SPACE.initial).items()})
@@ -113,32 +109,6 @@ def test_the_grouped_t_is_a_normal_with_a_shared_inverse_gamma_variance():
 # ------------------------------------------------------------------------------------------------ rules and sums
 
 
-def test_fan_in_of_layers():
-    net = nn.Sequential(nn.Conv2d(3, 8, (2, 5)), nn.Flatten(), nn.Linear(16, 4))
-    scales = vi.priors.NormalPrior(3.0, by_fan_in=True).scales(vi.Parameters.of(net))
-    assert scales == pytest.approx({"0.weight": 3 / sqrt(30), "0.bias": 3.0, "2.weight": 3 / 4, "2.bias": 3.0})
-    learned = vi.priors.LaplacePrior({"0.*": 3.0, "*": 1.0}, learn=True, by_fan_in=True).scales(vi.Parameters.of(net))
-    assert learned == pytest.approx({"0.weight": 3 / sqrt(30), "0.bias": 3.0, "2.weight": 1 / 4, "2.bias": 1.0})
-
-
-def test_distributions_of_the_tensors_shape():
-    covariance = torch.tensor([[2.0, 0.5, 0.0], [0.5, 1.0, 0.2], [0.0, 0.2, 3.0]], dtype=torch.float64)
-    whole = MultivariateNormal(torch.ones(3, dtype=torch.float64), covariance)
-    scale = torch.rand(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
-    prior = vi.priors.DistributionPrior(
-        {
-            "a.bias": whole,
-            "a.weight": Normal(torch.zeros_like(scale), scale),
-            "b.*": Independent(Normal(scale[:2, :3], 1.0), 2),
-        }
-    )
-    theta = draws()
-    named = SPACE.unravel(theta)
-    expected = whole.log_prob(named["a.bias"]) + total(Normal(torch.zeros_like(scale), scale), named["a.weight"])
-    expected = expected + total(Normal(scale[:2, :3], 1.0), named["b.weight"])
-    torch.testing.assert_close(prior(SPACE, theta), expected)
-
-
 def test_sums():
     normal, laplace = vi.priors.NormalPrior(1.0), vi.priors.LaplacePrior(2.0)
     theta = draws()
@@ -148,17 +118,6 @@ def test_sums():
         assert not prior.normalised
     three = normal + laplace + vi.priors.StudentTPrior(3.0)
     torch.testing.assert_close(three(SPACE, theta), expected + vi.priors.StudentTPrior(3.0)(SPACE, theta))
-
-
-def test_configurations_rebuild_the_prior():
-    theta = draws()
-    for prior in (
-        vi.priors.NormalPrior(2.0, by_fan_in=True),
-        vi.priors.StudentTPrior(2.0, {"*": 0.3}, per="tensor"),
-        vi.priors.LaplacePrior(2.0),
-    ):
-        again = type(prior)(**configuration(prior))
-        assert torch.equal(again(SPACE, theta), prior(SPACE, theta))
 
 
 EVERY = {
@@ -185,49 +144,3 @@ def test_tensors_that_all_draws_share(name, fixed_names):
     inputs = list(fixed.values()) + ([random] if random.numel() else [])
     for a, b in zip(torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True):
         torch.testing.assert_close(a, b)
-
-
-# ---------------------------------------------------------------------------------------------------- learned scales
-
-
-@pytest.mark.parametrize("kind", [vi.priors.NormalPrior, vi.priors.LaplacePrior])
-def test_a_learned_scale_goes_to_its_closed_form(kind):
-    """For fixed q the best scales are σ̂² = E_q mean θ² (normal) and b̂ = E_q mean |θ| (Laplace), per pattern."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    prior = kind({"0.*": 1.0, "2.*": 1.0}, learn=True).double()
-    data = (torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64))
-    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(0.5), prior, 4)
-    family = vi.MeanField(initial_scale=0.5).bind(model.space).requires_grad_(False)
-    assert [name for name, _ in model.named_parameters() if name.startswith("prior")] == ["prior.log_scale"]
-    optimizer = torch.optim.LBFGS([prior.log_scale], max_iter=100, tolerance_grad=1e-12, tolerance_change=1e-14)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = -vi.elbo(
-            family, model, data, estimator=vi.Estimator(groups=2000), generator=torch.Generator().manual_seed(1)
-        )
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    theta = family().draw(2000, vi.couplings.paired, torch.Generator().manual_seed(1)).theta
-    q = family()
-    for i, names in enumerate((["0.weight", "0.bias"], ["2.weight", "2.bias"])):
-        columns = torch.cat([torch.arange(model.space.size)[model.space.slice(name)] for name in names])
-        own = theta[:, columns]
-        drawn = own.square().mean().sqrt() if kind is vi.priors.NormalPrior else own.abs().mean()
-        torch.testing.assert_close(prior.log_scale[i].exp(), drawn, rtol=1e-6, atol=0)
-        if kind is vi.priors.NormalPrior:
-            exact = (q.mean.square() + q.variance)[columns].mean().sqrt()
-            # 2000 pairs of 9 to 56 weights: the relative error of the scale is below 1/√(2·2000·9), times five
-            torch.testing.assert_close(prior.log_scale[i].exp(), exact, rtol=5 / sqrt(36000), atol=0)
-
-
-def test_the_prior_is_checked_when_the_model_is_built():
-    net = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match=r"\['haed.\*'\] are left without a tensor"):
-        vi.BayesianModel(net, vi.likelihoods.Gaussian(1.0), vi.priors.NormalPrior({"haed.*": 1.0, "*": 1.0}), 10)
-
-
-MULTI = MultivariateNormal(torch.zeros(5), torch.eye(5))

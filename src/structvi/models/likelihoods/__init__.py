@@ -13,13 +13,6 @@ from .poisson import Poisson
 from .student_t import StudentT
 
 __all__ = [
-    "NO_VALUES",
-    "Bernoulli",
-    "Categorical",
-    "Gaussian",
-    "Likelihood",
-    "Poisson",
-    "StudentT",
-    "check_log_prob",
+    "NO_VALUES", "Bernoulli", "Categorical", "Gaussian", "Likelihood", "Poisson", "StudentT", "check_log_prob",
     "split_mask",
-]
+]  # fmt: skip

@@ -1,7 +1,7 @@
 """The base of every likelihood, and checks of targets and outputs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -42,11 +42,16 @@ class Likelihood(nn.Module, ABC):
         super().__init__()
 
     def forward(self, output: Any, target: Any) -> Tensor:
-        target, mask = split_mask(target)
-        if mask is None:
-            return self.log_prob(output, target)
-        # 0 is a possible observation of all of them: NaN and out-of-range labels under the mask do no harm
-        return self.log_prob(output, target.masked_fill(~mask, 0)).masked_fill(~mask, 0.0)
+        t, weight = self.observed(*split_mask(target))
+        log_prob = self.log_prob(output, t)
+        return log_prob if weight is None else (weight.to(log_prob) * log_prob).masked_fill(weight == 0, 0.0)
+
+    def observed(self, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return t, with 0 in place of what was not observed, and how much each element counts; None if all count once.
+
+        0 is a possible observation of all likelihoods: NaN and labels out of range under the mask do no harm.
+        """
+        return target if mask is None else target.masked_fill(~mask, 0), mask
 
     @abstractmethod
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
@@ -75,15 +80,14 @@ class Likelihood(nn.Module, ABC):
             values: the likelihood's random tensors, [1, *shape] each.
             generator: of the observations.
         """
-        t, mask = split_mask(target)
+        t, weight = self.observed(*split_mask(target))
         with torch.no_grad(), borrowed_stream(generator):  # torch's distributions draw from the global stream
             drawn = self.distribution(tree_map(lambda y: y.unsqueeze(0), output), values).sample().squeeze(0).to(t)
-        return self._log_prob_of_simulated(
-            output, drawn, t, torch.ones_like(t, dtype=torch.bool) if mask is None else mask
-        )
-
-    def _log_prob_of_simulated(self, output: Any, drawn: Tensor, target: Tensor, observed: Tensor) -> Tensor:
-        return self.log_prob(output, drawn).masked_fill(~observed, 0.0)
+        log_prob = self.log_prob(output, drawn)
+        if weight is None:
+            return log_prob
+        # the weight belongs to the observed label, and a gradient's square has it once
+        return (weight.to(log_prob).sqrt() * log_prob).masked_fill(weight == 0, 0.0)
 
     def random_tensors(self) -> dict[str, Tensor]:
         """Return the random tensors of the likelihood at their initial values; none by default."""
@@ -109,9 +113,8 @@ def split_mask(target: Any) -> tuple[Tensor, Tensor | None]:
     """A target t, or a pair (t, mask), as t and mask."""
     if isinstance(target, Tensor):
         return target, None
-    if not isinstance(target, tuple | list) or len(target) != 2 or not all(isinstance(x, Tensor) for x in target):
-        came = f"{type(target).__name__} of {len(target)}" if isinstance(target, Sequence) else type(target).__name__
-        raise TypeError(f"the target must be a tensor t or a pair of tensors (t, mask), got {came}")
+    if not isinstance(target, tuple | list) or len(target) != 2:
+        raise TypeError(f"the target must be a tensor t or a pair (t, mask), got {type(target).__name__}")
     t, mask = target
     if mask.dtype != torch.bool or mask.shape != t.shape:
         raise ValueError(
@@ -119,16 +122,6 @@ def split_mask(target: Any) -> tuple[Tensor, Tensor | None]:
             f"got {mask.dtype} of {tuple(mask.shape)}"
         )
     return t, mask
-
-
-def check_output(name: str, output: Any) -> None:
-    if not isinstance(output, Tensor):
-        raise TypeError(f"{name}: the network's output must be a tensor, got {type(output).__name__}")
-
-
-def check_floating(name: str, target: Tensor) -> None:
-    if not target.dtype.is_floating_point:
-        raise TypeError(f"{name}: the target must be floating, got {target.dtype}; for classes use Categorical")
 
 
 def check_log_prob(log_prob: Any, output: Any, target: Any, B: int) -> None:
@@ -141,9 +134,8 @@ def check_log_prob(log_prob: Any, output: Any, target: Any, B: int) -> None:
         )
     if isinstance(output, Tensor) and log_prob.numel() <= output.numel():
         return  # nearly always, and asked for at every draw
-    leaves = tree_leaves((output, target))
-    known = all(isinstance(leaf, Tensor) for leaf in leaves)
-    if known and log_prob.numel() > max(leaf.numel() for leaf in leaves):
+    leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]
+    if log_prob.numel() > max(leaf.numel() for leaf in leaves):
         raise ValueError(
             f"the likelihood returns {tuple(log_prob.shape)}, more numbers than output and target have, "
             f"{' and '.join(str(tuple(leaf.shape)) for leaf in leaves)}: broadcasting has compared every output with "
@@ -151,19 +143,16 @@ def check_log_prob(log_prob: Any, output: Any, target: Any, B: int) -> None:
         )
 
 
+def check_output(name: str, output: Any) -> None:
+    if not isinstance(output, Tensor):
+        raise TypeError(f"{name}: the network's output must be a tensor, got {type(output).__name__}")
+
+
 def check_same_shape(name: str, output: Any, target: Tensor) -> None:
     check_output(name, output)
-    if output.shape == target.shape:
-        return
-    remedy = ""
-    for axis in (-1, 1):
-        if target.ndim and output.shape == target.unsqueeze(axis).shape:
-            remedy = f": give targets as t.unsqueeze({axis})"
-        elif output.ndim and target.shape == output.unsqueeze(axis).shape:
-            remedy = f": give targets as t.squeeze({axis})"
-        if remedy:
-            break
-    raise ValueError(
-        f"{name}: the network's output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; "
-        f"they must be equal (broadcasting would silently compare every output with every target){remedy}"
-    )
+    if output.shape != target.shape:
+        raise ValueError(
+            f"{name}: the network's output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; they "
+            "must be equal (broadcasting would silently compare every output with every target): give targets as "
+            "t.unsqueeze(1) or t.squeeze(1)"
+        )

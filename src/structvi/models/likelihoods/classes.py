@@ -31,49 +31,35 @@ class _Classes(Likelihood):
         self.class_weights: tuple[float, ...] | None = class_weights
         self.exact = class_weights is None
 
+    def observed(self, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.ignore_index is not None:
+            counts = target != self.ignore_index
+            mask = counts if mask is None else mask & counts
+        t, weight = super().observed(target, mask)
+        if self.class_weights is None:
+            return t, weight
+        # labels out of range are told where the classes are known
+        of_class = torch.tensor(self.class_weights, dtype=torch.float64, device=t.device)[
+            t.long().clamp(0, len(self.class_weights) - 1)
+        ]
+        return t, of_class if weight is None else of_class * weight
+
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
         check_output(type(self).__name__, output)
-        classes = self._check(output, target)
+        classes = self._classes(output, target)
         if self.class_weights is not None and len(self.class_weights) != classes:
             raise ValueError(f"{type(self).__name__}: {len(self.class_weights)} class_weights for {classes} classes")
-        ignored = None if self.ignore_index is None else target == self.ignore_index
-        labels = target if ignored is None else target.masked_fill(ignored, 0)
-        wrong = (labels < 0) | (labels >= classes)
-        if labels.dtype.is_floating_point:
-            wrong = wrong | (labels != labels.floor())
-        if reads():
-            if bool(wrong.any()):
-                raise self._wrong_labels(labels, classes)
-            wrong = None
-        log_prob = self._log_prob(output, labels if wrong is None else labels.masked_fill(wrong, 0))
-        if self.class_weights is not None:
-            log_prob = self._weights(labels if wrong is None else labels.masked_fill(wrong, 0), log_prob) * log_prob
-        if wrong is not None:
-            log_prob = log_prob.masked_fill(wrong, nan)
-        return log_prob if ignored is None else log_prob.masked_fill(ignored, 0.0)
-
-    def _weights(self, labels: Tensor, like: Tensor) -> Tensor:
-        assert self.class_weights is not None
-        return torch.tensor(self.class_weights, dtype=like.dtype, device=like.device)[labels.long()]
-
-    def _log_prob_of_simulated(self, output: Any, drawn: Tensor, target: Tensor, observed: Tensor) -> Tensor:
-        self._check(output, target)
-        if self.ignore_index is not None:
-            observed = observed & (target != self.ignore_index)
-        log_prob = self._log_prob(output, drawn)
-        if self.class_weights is not None:
-            # the weight belongs to the observed label, and a gradient's square has it once
-            log_prob = self._weights(target.masked_fill(~observed, 0), log_prob).sqrt() * log_prob
-        return log_prob.masked_fill(~observed, 0.0)
-
-    def _wrong_labels(self, labels: Tensor, classes: int) -> ValueError:
-        if labels.dtype.is_floating_point and bool((labels != labels.floor()).any()):
-            return ValueError(f"{type(self).__name__}: labels must be whole numbers, got fractions or NaN")
-        low, high = (int(end) for end in torch.aminmax(labels))
-        return ValueError(
-            f"{type(self).__name__}: labels run from {low} to {high}, but there are {classes} classes: labels must "
-            f"lie in 0 … {classes - 1}; for pixels without a label give ignore_index= or a mask"
-        )
+        wrong = (target < 0) | (target >= classes)
+        if target.dtype.is_floating_point:
+            wrong = wrong | (target != target.floor())
+        if not reads():
+            return self._log_prob(output, target.masked_fill(wrong, 0)).masked_fill(wrong, nan)
+        if bool(wrong.any()):
+            raise ValueError(
+                f"{type(self).__name__}: labels must lie in 0 … {classes - 1} and be whole numbers, got "
+                f"{target[wrong].unique()[:8].tolist()}; for pixels without a label give ignore_index= or a mask"
+            )
+        return self._log_prob(output, target)
 
     def sums(self, target: Tensor, mask: Tensor | None) -> Tensor:
         """Return the count of each observed label, [the largest + 1]."""
@@ -86,8 +72,8 @@ class _Classes(Likelihood):
         return float(torch.xlogy(counts, counts / counts.sum().clamp(min=1.0)).sum())
 
     @abstractmethod
-    def _check(self, output: Tensor, target: Tensor) -> int:
-        """Shapes and dtypes; the number of classes."""
+    def _classes(self, output: Any, target: Tensor) -> int:
+        """Return the number of classes; raise if shapes or dtypes do not fit."""
 
     @abstractmethod
     def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
@@ -111,23 +97,16 @@ class Categorical(_Classes):
         tensor([[-0.6931,  0.0000]])
     """
 
-    def _check(self, output: Tensor, target: Tensor) -> int:
-        if output.ndim > 1 and output.shape[1] == 1:
+    def _classes(self, output: Any, target: Tensor) -> int:
+        if output.ndim < 2 or output.shape[1] == 1 or target.shape != output.shape[:1] + output.shape[2:]:
             raise ValueError(
-                f"Categorical expects a logit for each class, [B, C, ..], got {tuple(output.shape)}: one channel is "
-                "the logit of a yes or no: likelihoods.Bernoulli(), with labels 0 and 1 of the output's shape"
-            )
-        if output.ndim < 2 or target.shape != output.shape[:1] + output.shape[2:]:
-            raise ValueError(
-                "Categorical expects logits [B, C, ..] and labels [B, ..], "
-                f"got {tuple(output.shape)} and {tuple(target.shape)}; one-hot labels: .argmax(1), [B, 1]: .squeeze(1)"
-                '; in MONAI\'s dict batches: variationalize(.., keys=("image", "label")) makes them so'
+                "Categorical expects a logit for each class, logits [B, C, ..] and labels [B, ..], got "
+                f"{tuple(output.shape)} and {tuple(target.shape)}; one-hot labels: .argmax(1), [B, 1]: .squeeze(1), of "
+                'MONAI: variationalize(.., keys=("image", "label")). One channel is the logit of a yes or no: '
+                "likelihoods.Bernoulli()"
             )
         if target.dtype.is_floating_point or target.dtype == torch.bool:
-            raise TypeError(
-                f"Categorical: labels must be integers, got {target.dtype}; convert them with .long(), in MONAI's "
-                'dict batches by variationalize(.., keys=("image", "label"))'
-            )
+            raise TypeError(f"Categorical: labels must be integers, got {target.dtype}; convert them with .long()")
         return output.shape[1]
 
     def _log_prob(self, output: Tensor, labels: Tensor) -> Tensor:
@@ -157,7 +136,7 @@ class Bernoulli(_Classes):
         tensor([-0.6931, -0.6931])
     """
 
-    def _check(self, output: Tensor, target: Tensor) -> int:
+    def _classes(self, output: Any, target: Tensor) -> int:
         check_same_shape("Bernoulli", output, target)
         return 2
 
@@ -165,5 +144,4 @@ class Bernoulli(_Classes):
         return -binary_cross_entropy_with_logits(output, labels.to(output.dtype), reduction="none")
 
     def distribution(self, output: Tensor, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
-        check_output("Bernoulli", output)
         return BernoulliDistribution(logits=output, validate_args=False)

@@ -8,15 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, LogNormal, Normal
 
-from ...util.checks import is_positive
-from .base import NO_VALUES, Likelihood, check_floating, check_output, check_same_shape
+from ...util.checks import check_positive, is_positive
+from .base import NO_VALUES, Likelihood, check_same_shape
 
 #: the largest |log σ| of a head: e^±20 squared is far from the ends of float32, and no noise of a measurement
 BOUND = 20.0
-#: the part of the bound inside which `bounded` changes nothing
-LINEAR = 0.75
-#: columns of a target up to which the best constant has a mean for each; an image has one for all pixels
-COLUMNS = 64
 
 
 class NoiseLikelihood(Likelihood):
@@ -36,14 +32,8 @@ class NoiseLikelihood(Likelihood):
         if noise not in words and not is_positive(noise):
             expected = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
             raise ValueError(f"noise must be a positive number, {expected}, got {noise!r}")
-        if not is_positive(initial):
-            raise ValueError(f"initial must be a positive standard deviation, got {initial!r}")
-        if initial != 1.0 and noise not in ("point", "random"):
-            raise ValueError(f"initial is where a learned noise starts; drop it with noise={noise!r}")
-        if not is_positive(bound):
-            raise ValueError(f"bound must be a positive number, the largest |log σ| of a head, got {bound!r}")
-        if bound != BOUND and noise != "head":
-            raise ValueError(f'bound is for noise="head", whose log σ the network gives; drop it with noise={noise!r}')
+        check_positive(initial, "initial, where a learned noise starts,")
+        check_positive(bound, 'bound, the largest |log σ| of noise="head",')
         self.noise: float | str = noise if isinstance(noise, str) else float(noise)
         self.initial, self.bound = float(initial), float(bound)
         if noise == "point":
@@ -53,39 +43,27 @@ class NoiseLikelihood(Likelihood):
 
     def mean_and_log_noise(self, output: Any, channel: int) -> tuple[Tensor, Tensor]:
         """Return the mean, and log σ as far as it does not depend on the draw."""
-        name = type(self).__name__
+        if isinstance(self.noise, float):
+            return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
         if self.noise != "head":
-            check_output(name, output)
-            if isinstance(self.noise, float):
-                return output, torch.tensor(log(self.noise), dtype=torch.float64)  # 0-dim: takes part as a number
             return output, self.log_noise
-        if isinstance(output, Tensor):
-            if output.ndim <= channel or output.shape[channel] % 2:
-                raise ValueError(
-                    f'{name}("head"): the output must have an even number of channels on the axis after the batch, '
-                    f"first the means and then the log scales, got {tuple(output.shape)}"
-                )
-            mean, log_noise = output.chunk(2, dim=channel)
-        elif isinstance(output, Mapping) and {"mean", "log_scale"} <= output.keys():
+        if isinstance(output, Mapping):
             mean, log_noise = output["mean"], output["log_scale"]
-        elif isinstance(output, tuple | list) and len(output) == 2:
+        elif not isinstance(output, Tensor):
             mean, log_noise = output
+        elif output.ndim > channel and output.shape[channel] % 2 == 0:
+            mean, log_noise = output.chunk(2, dim=channel)
         else:
-            raise TypeError(
-                f'{name}("head"): the output must be a tensor [B, 2C, ..], a pair (mean, log_scale) or a dict with '
-                f"these keys, got {type(output).__name__}"
-            )
-        if mean.shape != log_noise.shape:
             raise ValueError(
-                f'{name}("head"): mean {tuple(mean.shape)} and log scale {tuple(log_noise.shape)} differ in shape'
+                f'{type(self).__name__}("head"): the output must have an even number of channels on the axis after the '
+                f"batch, first the means and then the log scales, got {tuple(output.shape)}"
             )
-        return mean, bounded(log_noise, self.bound)
+        return mean, log_noise.clamp(-self.bound, self.bound)
 
     def residual(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (t − y)/σ and log σ at one draw; check the target."""
         mean, log_noise = self.mean_and_log_noise(output, 1)
         check_same_shape(type(self).__name__, mean, target)
-        check_floating(type(self).__name__, target)
         return (target - mean) * (-log_noise).exp(), log_noise
 
 
@@ -106,9 +84,9 @@ class Gaussian(NoiseLikelihood):
         noise_prior: for "random" a distribution of one positive number, the *variance* σ². θ holds log σ, whose
             density is p(log σ) = p_{σ²}(σ²)·2σ². By default σ² ~ LogNormal(2 log initial, 2²), which is
             log σ ~ N(log initial, 1); InverseGamma(a, b) is the conjugate choice, informative for σ² ≪ b.
-        bound: for "head" the largest |log σ|, approached smoothly, see `bounded`: one weight that is drawn far off
-            else makes a likelihood of e^100 of it. For targets of unit scale 7 is sharp enough for noise of a
-            thousandth, and fits stay calm at high learning rates.
+        bound: for "head" the largest |log σ|: one weight that is drawn far off else makes a likelihood of e^100 of it.
+            For targets of unit scale 7 is sharp enough for noise of a thousandth, and fits stay calm at high learning
+            rates.
 
     Example:
         >>> Gaussian(noise=0.25)(torch.zeros(5, 1), torch.zeros(5, 1)).shape
@@ -130,7 +108,12 @@ class Gaussian(NoiseLikelihood):
         if noise_prior is not None:
             if noise != "random":
                 raise ValueError(f'noise_prior needs noise="random"; with noise={noise!r} nothing has a prior')
-            _check_noise_prior(noise_prior)
+            inside = noise_prior.support.check(torch.tensor([-1.0, 1e-6, 1e6]))  # pyright: ignore[reportOptionalMemberAccess]
+            if noise_prior.batch_shape + noise_prior.event_shape or inside.tolist() != [False, True, True]:
+                raise ValueError(
+                    f"noise_prior is of one number, the variance σ², and needs all positive numbers as its support, "
+                    f"got {noise_prior}; take InverseGamma, LogNormal or Gamma, for example"
+                )
         self.noise_prior = noise_prior
 
     def log_prob(self, output: Any, target: Tensor) -> Tensor:
@@ -140,12 +123,6 @@ class Gaussian(NoiseLikelihood):
     def distribution(self, output: Any, values: Mapping[str, Tensor] = NO_VALUES) -> Distribution:
         mean, log_noise = self.mean_and_log_noise(output, 2)
         if self.noise == "random":
-            if "log_noise" not in values or values["log_noise"].shape != mean.shape[:1]:
-                came = {name: tuple(value.shape) for name, value in values.items()}
-                raise ValueError(
-                    'Gaussian("random") has another noise at every draw: for an output [S, B, ..] = '
-                    f"{tuple(mean.shape)} give values={{'log_noise': tensor [S]}}, got {came}"
-                )
             log_noise = values["log_noise"].reshape(-1, *[1] * (mean.ndim - 1))
         return Normal(mean, log_noise.to(mean).exp(), validate_args=False)
 
@@ -162,7 +139,7 @@ class Gaussian(NoiseLikelihood):
         t = target.detach().double()
         observed = torch.ones_like(t) if mask is None else mask.double()
         t = t.masked_fill(observed == 0, 0.0)
-        if t.ndim != 2 or t.shape[1] > COLUMNS:
+        if t.ndim != 2:
             t, observed = t.reshape(-1, 1), observed.reshape(-1, 1)
         return torch.stack([observed.sum(0), t.sum(0), t.square().sum(0)])
 
@@ -176,33 +153,3 @@ class Gaussian(NoiseLikelihood):
             variance = residual / n if self.noise == "head" else (residual.sum() / n.sum()).expand_as(residual)
         variance = variance.clamp(min=torch.finfo(torch.float64).tiny)
         return float((-0.5 * residual / variance - 0.5 * count * (variance.log() + log(2 * pi))).sum())
-
-
-def bounded(x: Tensor, bound: float) -> Tensor:
-    """Return x inside ±¾ bound; beyond, a smooth curve with the same slope and curvature that never reaches ±bound:
-
-        sign(x) (a + (b − a) tanh((|x| − a)/(b − a))) for |x| > a = ¾ b.
-
-    Example:
-        >>> bounded(torch.tensor([-1.0, 3.0, 5.0, 100.0]), 4.0)
-        tensor([-1.0000,  3.0000,  3.9640,  4.0000])
-    """
-    inside = LINEAR * bound
-    held = x.clamp(-inside, inside)
-    return held + (bound - inside) * torch.tanh((x - held) / (bound - inside))
-
-
-def _check_noise_prior(prior: Distribution) -> None:
-    if not isinstance(prior, Distribution):
-        raise TypeError(f"noise_prior must be a torch distribution of the variance σ², got {type(prior).__name__}")
-    if prior.batch_shape + prior.event_shape:
-        raise ValueError(
-            f"noise_prior must be of one number, got batch shape {tuple(prior.batch_shape)} and event shape "
-            f"{tuple(prior.event_shape)}"
-        )
-    inside = prior.support.check(torch.tensor([-1.0, 1e-6, 1.0, 1e6]))  # pyright: ignore[reportOptionalMemberAccess]
-    if inside.tolist() != [False, True, True, True]:
-        raise ValueError(
-            f"noise_prior is of the variance σ² and needs all positive numbers as its support, got {prior}; take "
-            "InverseGamma, LogNormal or Gamma, for example"
-        )

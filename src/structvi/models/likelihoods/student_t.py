@@ -15,8 +15,6 @@ from .gaussian import BOUND, NoiseLikelihood
 
 #: learned degrees of freedom lie between these: below there is no variance; above it is a normal
 FEWEST, MOST = 2.0, 1000.0
-#: steps of the continued fraction, and of a bisection; the largest asinh of a quantile
-TERMS, HALVINGS, WIDEST = 200, 100, 230.0
 
 
 class StudentTNoise(TorchStudentT):
@@ -32,13 +30,13 @@ class StudentTNoise(TorchStudentT):
     def icdf(self, value: Tensor) -> Tensor:
         """Return z with P(T ≤ z) = `value`, one probability, by bisection in asinh z; there may be few ν."""
         df, where = self.df.double().unique(return_inverse=True)
-        tail = torch.minimum(value, 1 - value)
-        low, high = torch.full_like(df, -WIDEST), torch.zeros_like(df)
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            below = students_t_cdf(middle.sinh(), df) < tail
+        low = torch.full_like(df, -torch.finfo(df.dtype).max).asinh()
+        high, middle = torch.zeros_like(df), low / 2
+        while bool(((low < middle) & (middle < high)).any()):  # until the ends are neighbours
+            below = students_t_cdf(middle.sinh(), df) < torch.minimum(value, 1 - value)
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        z = low.sinh() if value <= 0.5 else -low.sinh()
+            middle = (low + high) / 2
+        z = middle.sinh() if value <= 0.5 else -middle.sinh()
         return self.loc + self.scale * z.to(self.loc)[where]
 
 
@@ -106,41 +104,20 @@ def students_t_cdf(z: Tensor, df: Tensor) -> Tensor:
         >>> students_t_cdf(torch.tensor([0.0, 1.0]), torch.tensor(1.0)).tolist()
         [0.5, 0.75]
     """
-    df = df.double().expand(torch.broadcast_shapes(df.shape, z.shape))
-    square = z.double().square()
-    tail = 0.5 * _incomplete_beta(df / (df + square), square / (df + square), df / 2)
+    df, square = torch.broadcast_tensors(df.double(), z.double().square())
+    x, rest, a, half = df / (df + square), square / (df + square), df / 2, torch.full_like(df, 0.5)
+    swap = x > rest
+    tail = 0.5 * torch.where(swap, 1 - _incomplete_beta(rest, x, half, a), _incomplete_beta(x, rest, a, half))
     return torch.where(z > 0, 1 - tail, tail).to(z)
 
 
-def _incomplete_beta(x: Tensor, rest: Tensor, a: Tensor) -> Tensor:
-    """Return I_x(a, ½), rest = 1 − x, by the continued fraction of whichever side converges fast."""
-    b = torch.full_like(a, 0.5)
-    swap = x > (a + 1) / (a + b + 2)
-    x, rest = torch.where(swap, rest, x), torch.where(swap, x, rest)
-    a, b = torch.where(swap, b, a), torch.where(swap, a, b)
-    tiny = torch.finfo(x.dtype).tiny
-    front = torch.xlogy(a, x) + torch.xlogy(b, rest) + torch.lgamma(a + b) - torch.lgamma(a) - torch.lgamma(b)
-    value = front.exp() / a / _fraction(x, a, b, tiny)
-    return torch.where(swap, 1 - value, value).clamp(0.0, 1.0)
-
-
-def _fraction(x: Tensor, a: Tensor, b: Tensor, tiny: float) -> Tensor:
-    """1 + d₁/(1 + d₂/(1 + ..)) with d_{2m+1} = −(a+m)(a+b+m)x/((a+2m)(a+2m+1)), d_{2m} = m(b−m)x/((a+2m−1)(a+2m))."""
-    C, D = torch.ones_like(x), torch.zeros_like(x)
-    value = torch.ones_like(x)
-    for n in range(1, TERMS):
-        m = n // 2
-        if n % 2:
-            d = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        else:
-            d = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        D = 1 / _away(1 + d * D, tiny)
-        C = _away(1 + d / C, tiny)
-        value = value * C * D
-        if bool(((C * D - 1).abs() < 1e-15).all()):
-            break
-    return value
-
-
-def _away(x: Tensor, tiny: float) -> Tensor:
-    return torch.where(x.abs() < tiny, tiny, x)
+def _incomplete_beta(x: Tensor, rest: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return I_x(a, b) = xᵃ (1−x)ᵇ / (a B(a, b)) · Σₙ (a+b)ₙ / (a+1)ₙ · xⁿ for x ≤ ½, rest = 1 − x."""
+    x = x.clamp(max=0.5)  # what is larger is not asked for
+    term, n = torch.ones_like(x), 0
+    total = term
+    while bool((term > torch.finfo(x.dtype).eps * total).any()):
+        term = term * x * (a + b + n) / (a + 1 + n)
+        total, n = total + term, n + 1
+    size = torch.xlogy(a, x) + torch.xlogy(b, rest) + torch.lgamma(a + b) - torch.lgamma(a + 1) - torch.lgamma(b)
+    return (size + total.log()).exp().clamp(max=1.0)  # a total may be infinite, where x^a is zero

@@ -15,15 +15,6 @@ from .separable import (
 )
 
 __all__ = [
-    "DistributionPrior",
-    "HierarchicalNormalPrior",
-    "LaplacePrior",
-    "LipschitzPrior",
-    "NormalPrior",
-    "Prior",
-    "PriorModule",
-    "ScalePrior",
-    "SeparablePrior",
-    "StudentTPrior",
-    "SumPrior",
-]
+    "DistributionPrior", "HierarchicalNormalPrior", "LaplacePrior", "LipschitzPrior", "NormalPrior", "Prior",
+    "PriorModule", "ScalePrior", "SeparablePrior", "StudentTPrior", "SumPrior",
+]  # fmt: skip

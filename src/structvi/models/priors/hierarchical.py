@@ -64,26 +64,22 @@ class HierarchicalNormalPrior(SeparablePrior):
                 f"are {few(parameters.names)}: make another for another network"
             )
         self.names = parameters.names
-        scales = self.marginal.scales(parameters)
-        kind = {"dtype": torch.float64, "device": parameters.device}
-        size = torch.tensor(parameters.numels, **kind)
+        scales = torch.tensor(list(self.marginal.scales(parameters).values()), dtype=torch.float64)
+        size = torch.tensor(parameters.numels, dtype=torch.float64, device=parameters.device)
         self.shape = 0.5 * (self.df + size)
-        self.first = 0.5 * self.df * torch.tensor([scales[name] for name in self.names], **kind).square()
-        square = size * parameters.scales.double().square()
-        self.log_rate = nn.Parameter((self.first + 0.5 * square).log().to(parameters.dtype))
+        self.first = 0.5 * self.df * scales.to(size).square()
+        rate = self.first + 0.5 * size * parameters.scales.to(size).square()
+        self.log_rate = nn.Parameter(rate.log().to(parameters.dtype))
 
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         if not self.names or not {*parameters.names} <= {*self.names}:
             self.check(parameters)
-        rate, shape, first = self.log_rate.double(), self.shape.double(), self.first.double()
-        if parameters.names != self.names:  # some of them
-            rate, shape, first = (
-                x[[self.names.index(name) for name in parameters.names]] for x in (rate, shape, first)
-            )
+        some = [self.names.index(name) for name in parameters.names]
+        rate, shape, first = self.log_rate.double()[some], self.shape.double()[some], self.first.double()[some]
         pieces = torch.split(theta, list(parameters.numels), dim=-1)
         square = torch.stack([sum_squares(x) for x in pieces], -1)  # [S, tensors]
-        size = 2 * shape - self.df
-        constant = torch.lgamma(shape) - lgamma(self.df / 2) + 0.5 * self.df * first.log() - 0.5 * size * log(2 * pi)
+        constant = torch.lgamma(shape) - lgamma(self.df / 2) + 0.5 * self.df * first.log()
+        constant = constant - (shape - 0.5 * self.df) * log(2 * pi)
         value = -(shape * (-rate).exp()) * (first + 0.5 * square) + shape * (1 - rate) + constant
         return value.sum(-1).to(theta.dtype)
 

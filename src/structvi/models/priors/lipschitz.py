@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from ...networks.call import alone_with, in_modes
+from ...networks.call import in_modes
 from ...parameters import Parameters
 from ...util.checks import check_positive
 from .separable import PriorModule
@@ -16,24 +16,18 @@ from .separable import PriorModule
 TOLERANCE = 1e-12
 #: vectors in a Krylov space
 KRYLOV = 16
-#: searches before an operator norm is given up
-RESTARTS = 400
 
 Bound = float | Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
-LINEAR = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.AvgPool1d,
-    nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+#: affine maps, if their class is torch's own
+AFFINE = (
+    nn.Linear, nn.modules.conv._ConvNd, nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.batchnorm._BatchNorm,
 )  # fmt: skip
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 #: layers without weights that never stretch their input; dropout as in eval mode
 SHORT = (
-    nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softplus, nn.Identity, nn.Flatten, nn.Unflatten,
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.ReLU, nn.ReLU6, nn.Tanh, nn.Softplus, nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd,
 )  # fmt: skip
-#: the steepest slopes of other activations, of GELU the exact one
-SLOPES: dict[type[nn.Module], float] = {nn.Sigmoid: 0.25, nn.GELU: 1.128904145185155, nn.SiLU: 1.0998393201288668}
 
 
 class _Layer(NamedTuple):
@@ -52,7 +46,7 @@ class LipschitzPrior(PriorModule):
     biases: add a prior that does, `NormalPrior(1.0) + LipschitzPrior(..)`.
 
     Linear layers, convolutions, average pooling and BatchNorm in eval mode are measured as linear maps, at the size of
-    their input. Activations, dropout and max-pooling without overlap have constants.
+    their input. ReLU, tanh, softplus, dropout and max-pooling without overlap never stretch; of others give `bounds`.
 
     Args:
         net: an `nn.Sequential`, which may have others inside.
@@ -79,13 +73,8 @@ class LipschitzPrior(PriorModule):
         bounds: Mapping[str | type[nn.Module], Bound] | None = None,
     ):
         super().__init__()
-        if example_input.ndim < 2:
-            raise ValueError(f"example_input must be a batch of inputs [B, ..], got {tuple(example_input.shape)}")
         check_positive(strength, "the strength of a LipschitzPrior")
         self.strength, self.bounds = strength, dict(bounds or {})
-        known = {*dict(net.named_modules()), *map(type, net.modules())}
-        if strange := [key for key in self.bounds if key not in known]:
-            raise ValueError(f"LipschitzPrior: bounds names {strange}, but the network has no such module or class")
         self._net = (net,)  # in a tuple: its weights are not the prior's to learn
         names: dict[int, str] = {}
         for name, tensor in net.named_parameters(remove_duplicate=False):
@@ -97,40 +86,34 @@ class LipschitzPrior(PriorModule):
                 own = {local: names[id(p)] for local, p in module.named_parameters(remove_duplicate=False)}
                 self._layers.append(_Layer(name, module, x.shape[1:], own))
                 x = module(x)
-        if not any(layer.tensors for layer in self._layers):
-            raise ValueError("LipschitzPrior: the network has no layer with weights, so there is nothing to bound")
 
     def _chain(self, module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yield the layers in the order in which the input passes them."""
-        if self._bound(name, module) is not None or _constant(module) is not None or _is_affine(module):
+        if self._bound(name, module) is not None or _is_affine(module):
             yield name, module
         elif type(module) is nn.Sequential:
             for key, part in module.named_children():
                 yield from self._chain(part, f"{name}.{key}".removeprefix("."))
         else:
-            what = f"the layer {name!r}" if name else "the network"
             raise ValueError(
-                f"LipschitzPrior knows no norm of {what} ({type(module).__name__}): give bounds={{name or class: a "
-                "number, or a function of the module and its tensors}. Max-pooling must be without overlap, GELU "
-                "exact, and "
-                "BatchNorm with running statistics"
+                f"LipschitzPrior knows no norm of the layer {name!r} ({type(module).__name__}): give bounds={{name or "
+                "class: a number, or a function of the module and its tensors}. Max-pooling must be without overlap, "
+                "and BatchNorm with running statistics"
             )
 
     def _bound(self, name: str, module: nn.Module) -> Bound | None:
-        return self.bounds.get(name, self.bounds.get(type(module)))
+        own = self.bounds.get(name, self.bounds.get(type(module)))
+        return 1.0 if own is None and _never_stretches(module) else own
 
     def extra_repr(self) -> str:
         return f"{type(self._net[0]).__name__}, strength={self.strength}"
 
     def norms(self, parameters: Parameters, theta: Tensor) -> dict[str, Tensor]:
         """Return each layer's operator norm, or the bound taken for it, in their order: [S, P] → [S] each."""
-        named, S = parameters.unravel(theta), len(theta)
-        if not any(name in named for layer in self._layers for name in layer.tensors.values()):
-            raise ValueError(f"LipschitzPrior: none of the tensors {parameters.names[:8]} belongs to its network")
-        held = {name: p.detach().unsqueeze(0) for name, p in self._net[0].named_parameters() if name not in named}
-        every = {**held, **named}
+        net, S = self._net[0], len(theta)
+        every = {name: p.detach().unsqueeze(0) for name, p in net.named_parameters()} | parameters.unravel(theta)
         found = {}
-        with alone_with(self._net[0]):
+        with in_modes(net, lambda module: False):
             for layer in self._layers:
                 own = {local: every[name].expand(S, *every[name].shape[1:]) for local, name in layer.tensors.items()}
                 norm = torch.as_tensor(self._norm(layer, own, S), dtype=theta.dtype, device=theta.device)
@@ -143,12 +126,8 @@ class LipschitzPrior(PriorModule):
         bound = self._bound(name, module)
         if callable(bound):
             return torch.stack([bound(module, {local: x[s] for local, x in own.items()}).reshape(()) for s in range(S)])
-        constant = _constant(module) if bound is None else bound
-        if constant is not None:
-            return constant
-        if isinstance(module, BATCH_NORMS):
-            scale = (module.running_var + module.eps).rsqrt()  # pyright: ignore[reportOptionalOperand]
-            return (own["weight"] * scale if module.affine else scale).abs().amax(-1)
+        if bound is not None:
+            return bound
         if type(module) is nn.Linear:
             return torch.linalg.matrix_norm(own["weight"], ord=2)
         return operator_norm(module, own, shape, S)
@@ -156,32 +135,22 @@ class LipschitzPrior(PriorModule):
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
         if not bool(torch.isfinite(theta).all()):
             return theta.new_full(theta.shape[:1], torch.nan)  # singular values of such weights would fail to converge
-        product = theta.new_ones(theta.shape[0])
-        total = torch.zeros_like(product)
-        for layer, norm in zip(self._layers, self.norms(parameters, theta).values(), strict=True):
-            product = product * norm
-            if layer.tensors:
-                total = total + product
-        return -self.strength * total
+        norms = torch.stack(list(self.norms(parameters, theta).values()))  # [layers, S]
+        has_weights = [bool(layer.tensors) for layer in self._layers]
+        return -self.strength * norms.cumprod(0)[has_weights].sum(0)
 
 
 def _is_affine(module: nn.Module) -> bool:
-    has_statistics = isinstance(module, BATCH_NORMS) and module.running_var is not None
-    return type(module) in (nn.Linear, *LINEAR) or has_statistics
+    is_torchs = isinstance(module, AFFINE) and type(module).__module__.startswith("torch.nn.")
+    return is_torchs and not (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_var is None)
 
 
-def _constant(module: nn.Module) -> float | None:
-    """Return how much a layer without weights stretches its input at most, or None."""
-    kind = type(module)
-    if kind in (nn.LeakyReLU, nn.ELU):
-        slope: float = module.negative_slope if kind is nn.LeakyReLU else module.alpha  # pyright: ignore
-        return max(1.0, abs(slope))
-    if kind in MAX_POOLS:
-        size, stride, dilation = (torch.as_tensor(getattr(module, x)) for x in ("kernel_size", "stride", "dilation"))
-        return 1.0 if bool((size <= stride).all() and (dilation == 1).all()) else None
-    if isinstance(module, nn.GELU) and module.approximate != "none":
-        return None
-    return 1.0 if kind in SHORT else SLOPES.get(kind)
+def _never_stretches(module: nn.Module) -> bool:
+    """Return whether a layer without weights has a Lipschitz constant of one."""
+    if not isinstance(module, nn.modules.pooling._MaxPoolNd):
+        return isinstance(module, SHORT)
+    size, stride, dilation = (torch.as_tensor(getattr(module, x)) for x in ("kernel_size", "stride", "dilation"))
+    return bool((size <= stride).all() and (dilation == 1).all())
 
 
 def operator_norm(module: nn.Module, tensors: Mapping[str, Tensor], shape: torch.Size, S: int) -> Tensor:
@@ -190,23 +159,21 @@ def operator_norm(module: nn.Module, tensors: Mapping[str, Tensor], shape: torch
     Its right singular vector v is the best of a Krylov space of AᵀA, again and again from the last one; then σ = ‖Av‖,
     whose gradient at fixed v is the gradient of uᵀAv.
     """
-    tensors = {name: torch.zeros_like(x) if name == "bias" else x for name, x in tensors.items()}
     fixed = {name: x.detach().double() for name, x in tensors.items()}
 
     def image(own: Mapping[str, Tensor], v: Tensor) -> Tensor:
-        return vmap(lambda own, x: functional_call(module, own, (x.unsqueeze(0),)))(own, v.view(S, *shape)).flatten(1)
+        call = vmap(lambda own, x: functional_call(module, own, (x.unsqueeze(0),)).flatten())
+        return call(own, v.view(S, *shape)) - call(own, v.new_zeros(S, *shape))
 
     device = next((x.device for x in fixed.values()), torch.device("cpu"))
     start = torch.randn(shape.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     v, last = start.to(device).expand(S, -1), torch.zeros(S, dtype=torch.float64, device=device)
     pull = vjp(lambda x: image(fixed, x), v)[1]
-    for _ in range(RESTARTS):
+    for _ in range(shape.numel()):  # far fewer: the largest values converge first
         v, value = _best_in_krylov_space(lambda x: pull(image(fixed, x))[0], v)
         if bool(((value - last).abs() <= TOLERANCE * value).all()):
             break
         last = value
-    else:
-        raise ArithmeticError(f"an operator norm has not converged after {RESTARTS} searches in a Krylov space")
     Av = image(tensors, v.to(next(iter(tensors.values()), v)))
     length = Av.detach().norm(dim=-1, keepdim=True).clamp(min=torch.finfo(Av.dtype).tiny)
     return (Av.detach() / length * Av).sum(-1)  # has a gradient at zero too

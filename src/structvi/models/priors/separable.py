@@ -6,8 +6,8 @@ Here are priors of independent tensors, and sums of priors. One that learns is a
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
 from math import lgamma, log, pi, prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from ...families.numerics import sum_squares, sum_weights
 from ...parameters import Parameters
 from ...util.checks import check_positive
-from ...util.patterns import assign, check_patterns
+from ...util.patterns import REST, assign, check_patterns
 
 Prior = Callable[[Parameters, Tensor], Tensor]
 Scale = float | Mapping[str, float]
@@ -69,15 +69,11 @@ class SumPrior(PriorModule):
 
     def __init__(self, priors: Sequence[Prior]):
         super().__init__()
-        if not isinstance(priors, Sequence) or not priors:
-            raise ValueError(f"SumPrior expects a list of priors, got {priors!r}")
         for prior in priors:
-            if not callable(prior) or isinstance(prior, type):
-                raise TypeError(f"SumPrior: expected a prior (parameters, theta) → [S], got {prior!r}")
-            if learns(prior):
+            if not callable(prior) or learns(prior):
                 raise ValueError(
-                    "a sum of priors is not normalised, and its constant depends on the scale that "
-                    f"{type(prior).__name__} learns: fit it alone, or give the scale as a number (learn=False)"
+                    "a sum is of priors (parameters, theta) → [S], and it is not normalised: its constant would depend "
+                    f"on the scale that a prior learns, and here is {prior!r}: fit it alone, or with learn=False"
                 )
         self.priors = list(priors)
         self.modules_of_sum = nn.ModuleList(prior for prior in priors if isinstance(prior, nn.Module))
@@ -93,34 +89,39 @@ def learns(prior: Prior) -> bool:
 
 def log_prior(prior: Prior, parameters: Parameters, theta: Tensor, fixed: Mapping[str, Tensor]) -> Tensor:
     """Return any prior at draws θ [S, P'] of some tensors and the values of the others, which all draws share: [S]."""
-    S = theta.shape[0]
-    if fixed and isinstance(prior, SumPrior):
+    S, some_drawn = theta.shape[0], len(fixed) < len(parameters)
+    if not fixed:
+        return prior(parameters, theta)
+    if isinstance(prior, SumPrior):
         return torch.stack([log_prior(one, parameters, theta, fixed) for one in prior.priors]).sum(0)
-    if fixed and isinstance(prior, SeparablePrior):
+    if isinstance(prior, SeparablePrior):
         prior.check(parameters)
         shared = parameters.subset(fixed)
         value = prior(shared, shared.ravel(fixed).unsqueeze(0)).expand(S)
-        return value if len(fixed) == len(parameters) else value + prior(parameters.without(fixed), theta)
-    whole = len(fixed) == len(parameters)
-    return prior(parameters, parameters.ravel(fixed).expand(S, -1) if whole else parameters.join(theta, fixed))
+        return value + prior(parameters.without(fixed), theta) if some_drawn else value
+    return prior(parameters, parameters.join(theta, fixed) if some_drawn else parameters.ravel(fixed).expand(S, -1))
+
+
+class Run(NamedTuple):
+    """Neighbouring tensors in θ whose scale is the same."""
+
+    pattern: int
+    divisor: float  # of the pattern's scale
+    size: int
 
 
 @lru_cache(maxsize=64)  # a prior asks at every step
 def _runs(
-    names: tuple[str, ...],
-    shapes: tuple[torch.Size, ...],
-    patterns: tuple[str, ...],
-    what: str,
-    by_fan_in: bool,
-    grouped: bool,
-) -> list[tuple[int, float, int]]:
-    """Pattern, divisor of its scale and size of each tensor; unless grouped, of neighbours that have both alike."""
-    owners = assign(names, patterns, what, partial=True)
-    divisors = [prod(shape[1:]) ** 0.5 if by_fan_in and len(shape) > 1 else 1.0 for shape in shapes]
-    each = list(zip(owners, divisors, (shape.numel() for shape in shapes), strict=True))
-    if grouped:
-        return each
-    return [(*key, sum(size for *_, size in run)) for key, run in groupby(each, key=lambda one: one[:2])]
+    names: tuple[str, ...], shapes: tuple[torch.Size, ...], patterns: tuple[str, ...], what: str, by_fan_in: bool,
+    joined: bool,
+) -> list[Run]:  # fmt: skip
+    """Return a run for each tensor, or, if they are joined, for neighbours with one scale."""
+    runs: list[Run] = []
+    for owner, shape in zip(assign(names, patterns, what, partial=True), shapes, strict=True):
+        divisor = prod(shape[1:]) ** 0.5 if by_fan_in and len(shape) > 1 else 1.0
+        before = runs.pop().size if joined and runs and runs[-1][:2] == (owner, divisor) else 0
+        runs.append(Run(owner, divisor, before + shape.numel()))
+    return runs
 
 
 class ScalePrior(SeparablePrior):
@@ -134,17 +135,14 @@ class ScalePrior(SeparablePrior):
     #: whether a tensor is one random vector, not many independent numbers
     grouped: bool = False
 
-    def __init__(self, scale: Scale, learn: bool, by_fan_in: bool):
+    def __init__(self, scale: Scale = 1.0, learn: bool = False, by_fan_in: bool = False):
         super().__init__()
         name = type(self).__name__
-        self.patterns = tuple(scale) if isinstance(scale, Mapping) else ("*",)
-        self.values = tuple(scale.values()) if isinstance(scale, Mapping) else (scale,)
+        by_pattern = scale if isinstance(scale, Mapping) else {REST: scale}
+        self.patterns, self.values = tuple(by_pattern), tuple(by_pattern.values())
         check_patterns(self.patterns, name)
         for value in self.values:
             check_positive(value, f"the scale of a {name}", "or a dict of patterns and such numbers")
-        for option, value in (("learn", learn), ("by_fan_in", by_fan_in)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}: {option} must be True or False, got {value!r}")
         self.scale, self.learn, self.by_fan_in = scale, learn, by_fan_in
         if learn:
             self.log_scale = nn.Parameter(torch.tensor([log(value) for value in self.values]))
@@ -157,28 +155,29 @@ class ScalePrior(SeparablePrior):
         assign(parameters.names, self.patterns, type(self).__name__)
 
     def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
-        runs, total = self._runs(parameters, self.grouped), theta.new_zeros(theta.shape[0], dtype=torch.float64)
-        pieces = torch.split(theta, [size for *_, size in runs], dim=-1)
-        for x, (owner, divisor, _) in zip(pieces, runs, strict=True):
-            total = total + self.log_density(x, *self._scale(owner, divisor))
+        total = theta.new_zeros(theta.shape[0], dtype=torch.float64)
+        runs = self._runs(parameters, joined=not self.grouped)
+        for x, run in zip(torch.split(theta, [run.size for run in runs], dim=-1), runs, strict=True):
+            total = total + self.log_density(x, *self._scale(run))
         return total.to(theta.dtype)
 
     def scales(self, parameters: Parameters) -> dict[str, float]:
         """Return the present scale of each tensor, by name."""
-        runs = zip(parameters.names, self._runs(parameters, grouped=True), strict=True)
+        runs = self._runs(parameters, joined=False)
         with torch.no_grad():
-            return {name: float(self._scale(owner, divisor)[0]) for name, (owner, divisor, _) in runs}
+            return {name: float(self._scale(run)[0]) for name, run in zip(parameters.names, runs, strict=True)}
 
-    def _runs(self, parameters: Parameters, grouped: bool) -> list[tuple[int, float, int]]:
+    def _runs(self, parameters: Parameters, joined: bool) -> list[Run]:
         kind = type(self).__name__
-        return _runs(parameters.names, parameters.shapes, self.patterns, kind, self.by_fan_in, grouped)
+        return _runs(parameters.names, parameters.shapes, self.patterns, kind, self.by_fan_in, joined)
 
-    def _scale(self, owner: int, divisor: float) -> tuple[Tensor | float, Tensor | float]:
+    def _scale(self, run: Run) -> tuple[Tensor | float, Tensor | float]:
         """Return a scale and its logarithm."""
         if self.learn:
-            log_scale = self.log_scale[owner] - log(divisor)
+            log_scale = self.log_scale[run.pattern] - log(run.divisor)
             return log_scale.exp(), log_scale
-        return self.values[owner] / divisor, log(self.values[owner] / divisor)
+        value = self.values[run.pattern] / run.divisor
+        return value, log(value)
 
     def extra_repr(self) -> str:
         text = repr(self.scale) + (", by fan-in" if self.by_fan_in else "")
@@ -205,9 +204,6 @@ class NormalPrior(ScalePrior):
         torch.Size([2])
     """
 
-    def __init__(self, scale: Scale = 1.0, learn: bool = False, by_fan_in: bool = False):
-        super().__init__(scale, learn, by_fan_in)
-
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
         return sum_squares(x) * (-0.5 / scale**2) - x.shape[-1] * (log_scale + 0.5 * log(2 * pi))
 
@@ -226,9 +222,6 @@ class LaplacePrior(ScalePrior):
         >>> LaplacePrior(0.5)(Parameters({"z": torch.zeros(2)}), torch.ones(1, 2))
         tensor([-4.])
     """
-
-    def __init__(self, scale: Scale = 1.0, learn: bool = False, by_fan_in: bool = False):
-        super().__init__(scale, learn, by_fan_in)
 
     def log_density(self, x: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Tensor:
         return -sum_weights(x.abs()) / scale - x.shape[-1] * (log_scale + log(2))
@@ -299,33 +292,25 @@ class DistributionPrior(SeparablePrior):
 
     def __init__(self, distributions: Mapping[str, Distribution]):
         super().__init__()
-        if not isinstance(distributions, Mapping):
-            raise TypeError(
-                "DistributionPrior expects a dict of patterns and torch distributions, "
-                f'got {type(distributions).__name__}; for all tensors write {{"*": distribution}}'
-            )
         check_patterns(distributions, "DistributionPrior")
-        for pattern, distribution in distributions.items():
-            if not isinstance(distribution, Distribution):
-                raise TypeError(f"DistributionPrior: {pattern!r} needs a torch distribution, got {distribution!r}")
         self.distributions = dict(distributions)
 
     def check(self, parameters: Parameters) -> None:
-        owners = assign(parameters.names, tuple(self.distributions), "DistributionPrior")
-        every = list(self.distributions.values())
-        for name, shape, owner in zip(parameters.names, parameters.shapes, owners, strict=True):
-            own = every[owner].batch_shape + every[owner].event_shape
-            if own not in ((), shape):
+        for name, shape, own in zip(parameters.names, parameters.shapes, self._each(parameters, False), strict=True):
+            if own.batch_shape + own.event_shape not in ((), shape):
                 raise ValueError(
-                    f"DistributionPrior: {name} has shape {tuple(shape)}, its {type(every[owner]).__name__} "
-                    f"{tuple(own)}; give a scalar distribution or one of the tensor's shape"
+                    f"DistributionPrior: {name} has shape {tuple(shape)}, its {type(own).__name__} "
+                    f"{tuple(own.batch_shape + own.event_shape)}; give a scalar distribution or one of the tensor's "
+                    "shape"
                 )
 
-    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
-        owners = assign(parameters.names, tuple(self.distributions), "DistributionPrior", partial=True)
+    def _each(self, parameters: Parameters, partial: bool) -> list[Distribution]:
         every = list(self.distributions.values())
-        values = [
-            sum_weights(every[owner].log_prob(x).reshape(theta.shape[0], -1))
-            for owner, x in zip(owners, parameters.unravel(theta).values(), strict=True)
-        ]
-        return torch.stack(values).sum(0).to(theta.dtype)
+        owners = assign(parameters.names, tuple(self.distributions), "DistributionPrior", partial)
+        return [every[owner] for owner in owners]
+
+    def forward(self, parameters: Parameters, theta: Tensor) -> Tensor:
+        tensors, total = parameters.unravel(theta).values(), theta.new_zeros(theta.shape[0], dtype=torch.float64)
+        for own, x in zip(self._each(parameters, True), tensors, strict=True):
+            total = total + sum_weights(own.log_prob(x).reshape(theta.shape[0], -1))
+        return total.to(theta.dtype)
