@@ -272,6 +272,8 @@ def predictive(
     if is_closed(likelihood):
         within = layer.as_output(normals.variance, mean).unsqueeze(0)
         return Predictive(mean.unsqueeze(0), mean.new_ones(1), likelihood, {}, note, True, within)
+    if isinstance(likelihood, Categorical) and layer.outputs > POINTS:  # many classes: no product with all axes
+        normals = normals.centred
     S = _points(layer) if len(normals.along) == len(mean) else DRAWS
     outputs = mean + layer.as_output(normals.draw(evenly_spread(S, layer.outputs, seed).to(mean)), mean)
     return Predictive(outputs, mean.new_full((S,), 1 / S), likelihood, {}, note, True)
