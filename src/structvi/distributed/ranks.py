@@ -71,7 +71,9 @@ class Ranks:
                 'the ranks of a sharded posterior need each other for every draw: leave parallel at "auto"'
             )
         #: names of the tensors that are sharded: each rank has its rows
-        self.sharded = frozenset(f"family.{name}" for name in self.family.row_tensors) if self.family else frozenset()
+        self.sharded: frozenset[str] = (
+            frozenset(f"family.{name}" for name in self.family.row_tensors) if self.family else frozenset()
+        )
         self._interrupts = Interrupts()
         #: whether any rank was asked to stop
         self.stopping = False
