@@ -323,3 +323,22 @@ def test_learned_variances_are_never_surer_than_the_tempered_network():
         with torch.no_grad():
             limit = (net(x) / temperature).softmax(1).amax(1)
         assert bool((bayes.predict(x).mean.amax(1) <= limit + 2e-3).all())  # three digits are shown
+
+
+@pytest.mark.parametrize("outputs", [2, 3, 5])
+def test_the_selected_posterior_is_the_one_that_predicts(outputs):
+    """What held-out rows selected is in the family afterwards: the same density, and more variance than a point.
+
+    The reported density is cross-fitted, so that the two differ by the noise of one number fitted on 300 rows.
+    """
+    torch.manual_seed(0)
+    train, held_out = data(100, 0, outputs), data(300, 1, outputs)
+    bayes = vi.variationalize(trained(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, outputs)), train),
+                              vi.likelihoods.Categorical())  # fmt: skip
+    result = bayes.laplace(loader(train), validation=loader(held_out), progress=False)
+    assert "linearised" in result.selected
+    variance = bayes.predict(held_out[0]).function_variance.mean()
+    exact = bayes.predict(held_out[0][:50], variance="exact").function_variance.mean()
+    assert float(variance) > 1e-3
+    assert 0.3 < float(exact / bayes.predict(held_out[0][:50]).function_variance.mean()) < 3
+    assert float(bayes.predict(held_out[0]).log_prob(held_out[1]).mean()) == pytest.approx(result.held_out, abs=0.02)

@@ -117,9 +117,8 @@ class TrainedNetwork:
     def is_function_of_inputs(self) -> bool:
         """Return whether an output is a normal of one input: nothing else is random or in the batch."""
         posterior, model = self.posterior, self.posterior.model
-        is_normal = isinstance(self.placed(NETWORK)(), Normal)
         alone = model.user_forward is None and not posterior.mixes_rows and posterior.dropout == "off"
-        return is_normal and alone and model.space.size == model.net_space.size
+        return alone and isinstance(self.family(), Normal) and model.space.size == model.net_space.size
 
     def placed(self, one: Candidate) -> Family:
         """Return the copied family, set to a candidate's normal; that of the network itself is very narrow."""
