@@ -139,7 +139,9 @@ def fitted():
         free = -0.5 * v["mu"].square().sum() - v["sigma"] - 0.5 * v["c"].square().sum()
         return free + 3 * v["p"].log().sum() + 3 * (v["u"] * (1 - v["u"])).log() + 4 * v["L"][1, 1].log()
 
-    return vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    result = vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
+    result.correction(evaluations=30_001)
+    return result
 
 
 SHAPES = {"mu": (2,), "sigma": (), "p": (3,), "u": (), "c": (3,), "L": (2, 2)}
@@ -194,6 +196,7 @@ def test_draws_are_refused_where_weights_cannot_be_trusted():
     space = vi.Parameters({"s": vi.constraints.positive(1.0, shape=40)})
     target = vi.LogDensity(lambda p: (-torch.log1p(p["s"].log().square()) - p["s"].log()).sum(), space)
     result = vi.fit_density(target, vi.MeanField(), progress=False)
+    result.correction(evaluations=20_000)
     for call in (lambda: result.sample(10, corrected=True), lambda: result.summary(corrected=True)):
         with pytest.raises(Unavailable, match=r"no corrected .*k̂ .* is \d\.\d\d, and from 0.7 on .*MCMC"):
             call()
@@ -294,7 +297,7 @@ def test_modes_beside_a_normal_are_drawn_from():
     assert table.k < 0.7
     assert ((table.mean["z"] - mean).abs() / sd).max() < 0.05  # some 20,000 effective draws
     assert (table.sd["z"] / sd - 1).abs().max() < 0.05
-    report = vi.diagnostics.diagnose(result.family, target, gradients=False, progress=False)
+    report = vi.diagnostics.diagnose(result.family, target, progress=False)
     assert not report.sound
     assert report["mean"].level == "bad"
 

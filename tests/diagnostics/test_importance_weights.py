@@ -75,23 +75,6 @@ def test_corrected_moments_of_a_misfit_are_the_truth(gaussian_target):
         weighted.moments(lambda p: p["z"].sum())
 
 
-def test_moments_do_not_depend_on_how_draws_are_chunked(gaussian_target, monkeypatch):
-    target = gaussian_target([0.0, 0.0], [[1.0, 0.0], [0.0, 1.0]])
-    q = scaled(vi.MeanField().bind(target.space), 0.0, 1.2)
-    monkeypatch.setattr("structvi.predict.sample.DRAWN_NUMBERS", 100)
-    for tails in (False, True):
-        weighted = importance(q, target, draws=120, tails=tails)
-        assert weighted.draws.sizes == [50, 50, 20]
-        theta = torch.cat([draws.theta for draws in weighted.draws]).double()
-        moments = weighted.moments()
-        torch.testing.assert_close(moments.q_mean, theta.mean(0))
-        expected = target.log_joint(theta) - q().log_prob(theta)
-        torch.testing.assert_close(weighted.log_weights, expected.detach())
-        assert [len(part) for part in weighted.tails] == 4 * tails * [120]
-        theta = torch.cat([theta, *weighted.tails])
-        torch.testing.assert_close(moments.mean, weighted.weights @ theta)
-
-
 def test_tails_correct_what_draws_of_q_do_not_reach():
     """p is a Laplace distribution of sd √2; q = N(0, 0.8²) has next to no draws where p's variance comes from."""
     space = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})

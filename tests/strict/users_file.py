@@ -117,7 +117,7 @@ def choices() -> list[vi.Family]:
 
 
 def looking(bayes: vi.Posterior, loader: Loader) -> None:
-    report = bayes.diagnose(loader, draws=16, gradients=False)
+    report = bayes.diagnose(loader, draws=16)
     assert_type(report, diagnostics.Report)
     assert_type(diagnostics.psis(torch.zeros(8)), tuple[Tensor, float])
     assert_type(metrics.ood_auroc(bayes, loader, loader), float)
