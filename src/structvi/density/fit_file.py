@@ -19,9 +19,9 @@ from ..models.target import Target
 from ..objective import Estimate
 from ..parameters import Parameters
 from ..result import Status
-from .adam import OverBatches
 from .mixture import Mode
 from .schedule import SearchStep
+from .targets import OverBatches
 
 if TYPE_CHECKING:
     from .result import DensityFit

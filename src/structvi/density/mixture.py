@@ -52,7 +52,7 @@ WEIGHED = 32
 #: widths around a part of a fit, relative to it, at which mass may be left
 WIDER = (1.5, 2.5, 4.0)
 #: further fits, at most, and nats that a further part must gain
-FITS, GAIN = 8, 0.02
+FITS, GAIN = 8, 0.05
 #: nats by which p at a mode may be above q
 COVERED = 2.0
 #: share of the mass at modes without a part from which on a fit has not converged
@@ -395,7 +395,7 @@ def _fitted(run: Search, recipe: Mixture, view: View, places: list[Place], draws
         q = recipes[min(index, len(recipes) - 1)].bind(run.space, run.generator)
         form = q.normal()
         assert form is not None
-        set_form(q, Shape(form, run.noise)(place.normal).to_form(), run.generator)
+        set_form(q, Shape(form)(place.normal).to_form())
         parts.append(q)
     start = Mixture.weighted(parts, run.space.initial.new_tensor([place.log_mass for place in places]))
     found = run.levels(_moved(start, -view.centre / scale, 1 / scale, view.space), view, draws)

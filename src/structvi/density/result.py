@@ -312,11 +312,14 @@ def judge(
     if exhausted:
         words = f"stopped at the limit of evaluations, {evaluations} of them and in the stage '{stage}'"
         if isinf(fresh.value):
-            words = f"{words}; the log density is not finite at some draws, so there is no ELBO: {constrain}, or"
+            words = f"{words}, before an ELBO could be estimated: the log density is not finite at some draws"
+            return Status.STOPPED, f"{words}; raise max_evaluations=, or {constrain}"
         return Status.STOPPED, f"{words}: ELBO {fresh}; raise max_evaluations="
     if isinf(fresh.value):
-        words = "not sound: the log density is not finite at some draws of the fitted posterior: a prior may be missing"
-        return Status.DIVERGED, f"{words}, or {constrain}"
+        return Status.DIVERGED, (
+            "not sound: the log density is not finite at some draws of the fitted posterior: a prior may be missing, "
+            "or what cannot take every value is not given as positive(..) or its like"
+        )
     if not found.converged:
         words = f"not converged: the search on {draws} draws ended without an optimum; ELBO {fresh}"
         if is_normal:
