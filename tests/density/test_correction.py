@@ -143,9 +143,7 @@ def fitted():
         free = -0.5 * v["mu"].square().sum() - v["sigma"] - 0.5 * v["c"].square().sum()
         return free + 3 * v["p"].log().sum() + 3 * (v["u"] * (1 - v["u"])).log() + 4 * v["L"][1, 1].log()
 
-    result = vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
-    result.correction(evaluations=30_001)
-    return result
+    return vi.fit_density(vi.LogDensity(log_density, space), vi.FullNormal(), progress=False)
 
 
 SHAPES = {"mu": (2,), "sigma": (), "p": (3,), "u": (), "c": (3,), "L": (2, 2)}
@@ -200,7 +198,6 @@ def test_draws_are_refused_where_weights_cannot_be_trusted():
     space = vi.Parameters({"s": vi.constraints.positive(1.0, shape=40)})
     target = vi.LogDensity(lambda p: (-torch.log1p(p["s"].log().square()) - p["s"].log()).sum(), space)
     result = vi.fit_density(target, vi.MeanField(), progress=False)
-    result.correction(evaluations=20_000)
     for call in (lambda: result.sample(10, corrected=True), lambda: result.summary(corrected=True)):
         with pytest.raises(Unavailable, match=r"no corrected .*k̂ .* is \d\.\d\d, and from 0.7 on .*MCMC"):
             call()

@@ -110,7 +110,7 @@ def test_a_part_of_the_way_leaves_the_optimum_of_a_smaller_family_where_it_is(sh
     A = torch.tensor([[1.0, 0.8, 0.3], [0.8, 1.0, 0.5], [0.3, 0.5, 1.0]], dtype=torch.float64)
 
     def mean_field(normal):
-        return normal_of(NormalForm(normal.mean, Diagonal(torch.linalg.inv(normal.root).norm(dim=0).reciprocal())))
+        return normal_of(NormalForm(normal.mean, Diagonal(normal.precision().diagonal().rsqrt())))
 
     best = mean_field(Normal(torch.zeros(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64)))
     at = Local(best, 0.0, 0.0, best.mean, A)

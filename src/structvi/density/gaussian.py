@@ -28,6 +28,11 @@ class Normal(NamedTuple):
         """Return the entropy in nats."""
         return half_log_det(self.root) + 0.5 * len(self.mean) * (1 + log(2 * pi))
 
+    def precision(self) -> Tensor:
+        """Return the precision, [P, P]."""
+        half = torch.linalg.inv(self.root)
+        return half.mT @ half
+
     def to_form(self) -> NormalForm:
         """Return the value that a family takes."""
         return self.form or NormalForm(self.mean, Triangle(triangular(self.root)))
@@ -102,11 +107,11 @@ class Shape:
         """Return the best normal of this shape; its scales are searched from the last ones, at first from several."""
         if isinstance(self.root, Triangle):
             return Normal(normal.mean, normal.root)
-        half = torch.linalg.inv(normal.root)
-        units = half.norm(dim=0).reciprocal()  # conditional standard deviations
+        precision = normal.precision()
+        units = precision.diagonal().rsqrt()  # conditional standard deviations
         if isinstance(self.root, Diagonal):
             return normal_of(NormalForm(normal.mean, Diagonal(units)))
-        values, vectors = torch.linalg.eigh((half * units).mT @ (half * units))  # of the precision in these units
+        values, vectors = torch.linalg.eigh(units.unsqueeze(-1) * precision * units)
         values = values.clamp(min=1e2 * SINGULAR * float(values[-1]))  # rounding may have left it indefinite
         relative = (vectors * values) @ vectors.mT
         last = [] if self._scale is None else [(self._scale / units).unsqueeze(0)]

@@ -303,7 +303,7 @@ class Search:
     def polished(self, family: Family, shape: Shape, normal: Normal, S: int) -> tuple[Normal, Found]:
         """Return the end of L-BFGS from a normal, in coordinates in which it is about standard."""
         is_full, form, q = isinstance(shape.root, Triangle), normal.to_form(), copy.deepcopy(family)
-        root = triangular(normal.root) if is_full else torch.linalg.inv(normal.root).norm(dim=0).reciprocal()
+        root = triangular(normal.root) if is_full else normal.precision().diagonal().rsqrt()
         view = View(self.target, normal.mean, root)
         q.space = view.space
         set_form(q, form.standard() if is_full else form.affine(-normal.mean / root, 1 / root))

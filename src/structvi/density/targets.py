@@ -160,29 +160,35 @@ class View:
     """
 
     def __init__(self, target: Target, centre: Tensor, root: Tensor | LowRankMatrix):
-        if isinstance(root, Tensor) and root.ndim == 1:
-            root = LowRankMatrix.diag(root.square())
         self.target, self.centre, self.root = target, centre, root
         self.space = target.space.at(torch.zeros_like(target.space.initial))
-        is_low_rank = isinstance(root, LowRankMatrix)
-        #: [P]
-        self.scale: Tensor = root.diagonal().sqrt() if is_low_rank else root.norm(dim=-1)
-        self.log_det: float = root.log_det() / 2 if is_low_rank else torch.linalg.slogdet(root).logabsdet.item()
+        self.scale: Tensor  # [P]
+        if isinstance(root, LowRankMatrix):
+            self.scale, log_det = root.diagonal().sqrt(), root.log_det() / 2
+        elif root.ndim == 1:
+            self.scale, log_det = root.abs(), root.abs().log().sum().item()
+        else:
+            self.scale, log_det = root.norm(dim=-1), torch.linalg.slogdet(root).logabsdet.item()
+        self.log_det: float = log_det
 
     def steps(self, z: Tensor) -> Tensor:
         """Return root z of rows."""
-        return self.root.root(z) if isinstance(self.root, LowRankMatrix) else z @ self.root.mT
+        if isinstance(self.root, LowRankMatrix):
+            return self.root.root(z)
+        return z * self.root if self.root.ndim == 1 else z @ self.root.mT
 
     def back(self, x: Tensor) -> Tensor:
         """Return rootᵀ x of rows: gradients by z from those by θ."""
-        return self.root.root_transposed(x) if isinstance(self.root, LowRankMatrix) else x @ self.root
+        if isinstance(self.root, LowRankMatrix):
+            return self.root.root_transposed(x)
+        return x * self.root if self.root.ndim == 1 else x @ self.root
 
     def z(self, theta: Tensor) -> Tensor:
         """Return the coordinates of rows of θ."""
-        x, root = theta - self.centre, self.root
-        if isinstance(root, LowRankMatrix):
-            return root.inverse().root_transposed(x)
-        return torch.linalg.solve(root, x.mT).mT
+        x = theta - self.centre
+        if isinstance(self.root, LowRankMatrix):
+            return self.root.inverse().root_transposed(x)
+        return x / self.root if self.root.ndim == 1 else torch.linalg.solve(self.root, x.mT).mT
 
     def theta(self, z: Tensor) -> Tensor:
         """Return θ of rows of coordinates."""
