@@ -1,6 +1,5 @@
 """Importance weights against closed forms, and where there are none."""
 
-import sys
 from math import log, pi, sqrt
 
 import pytest
@@ -195,12 +194,6 @@ def test_unnormalised_and_impossible_draws_are_weighed():
     # half a normal: log integral ½ log(2π) − log 2, mean √(2/π); the fraction of positive draws is ½ ± 0.008
     assert weighted.log_evidence == pytest.approx(0.5 * log(2 * pi) - log(2), abs=0.05)
     assert weighted.moments().mean.item() == pytest.approx(sqrt(2 / pi), abs=0.05)
-
-
-def test_arviz_missing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arviz_stats.base", None)
-    with pytest.raises(ImportError, match=r"structvi\[diagnostics\]"):
-        psis(torch.zeros(100))
 
 
 def test_a_whole_data_set_through_a_shuffled_loader_with_drop_last(linear):
