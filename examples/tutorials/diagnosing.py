@@ -27,7 +27,7 @@ full = vi.fit_density(target, vi.FullNormal(), progress=False)
 mean_field = vi.fit_density(target, vi.MeanField(), progress=False)
 print(vi.diagnostics.diagnose(full.family, target))
 
-# Now mean field: the fit has converged, and the answer is still wrong. k̂ shows it.
+# Now mean field: the fit has converged, and the answer is still wrong. The report shows it.
 
 print(mean_field.verdict)
 print(vi.diagnostics.diagnose(mean_field.family, target))

@@ -74,6 +74,8 @@ class Report:
             indent = " " * (names + values + 6)
             if _width(finding.value) > values:
                 lines.append(head.rstrip())
+                if not finding.meaning:
+                    continue
                 head = indent
             lines.append(textwrap.fill(finding.meaning, 120, initial_indent=head, subsequent_indent=indent) or head)
         return "\n".join([*(line.rstrip() for line in lines), "", self.verdict])
