@@ -149,7 +149,7 @@ def _recipe(saved: Mapping[str, Any], family: Family | None, space: Parameters, 
     return family if family.is_bound else family.bind(space, torch.Generator().manual_seed(0))
 
 
-def _space(space: Parameters) -> dict[str, list[Any]]:
+def _space(space: Parameters) -> dict[str, Any]:
     """Return places in θ, free shapes, dtypes and constraints by name.
 
     Example:

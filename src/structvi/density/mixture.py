@@ -251,7 +251,9 @@ def without_part(hills: list[Hill], density: Density, parts: list[Place], log_ev
     if not hills:
         return []
     theta = torch.stack([hill.theta for hill in hills]).to(density.mean)
-    over = torch.tensor([hill.log_p for hill in hills]) - density.log_prob(theta).cpu() - log_evidence
+    over = (
+        torch.tensor([hill.log_p for hill in hills], dtype=torch.float64) - density.log_prob(theta).cpu() - log_evidence
+    )
     return [
         hill.place
         for hill, above in zip(hills, over.tolist(), strict=True)
@@ -470,7 +472,8 @@ def mass_beside(density: Density, own: list[Place], target: Counted, seed: int) 
     ]
     if not found:
         return []
-    share = torch.tensor([mass, *(place.log_mass for place in found)]).softmax(0).clamp(LEAST, 1 - LEAST).log().tolist()
+    masses = torch.tensor([mass, *(place.log_mass for place in found)], dtype=torch.float64)
+    share = masses.softmax(0).clamp(LEAST, 1 - LEAST).log().tolist()
     made = [Place(one.normal, one.log_mass + share[0]) for one in own]
     for (normal, _), own_share in zip(found, share[1:], strict=True):
         made.append(Place(Normal(normal.mean, triangular(normal.root)), own_share))

@@ -184,8 +184,8 @@ def _quantile(x: Tensor, weights: Tensor, p: float) -> Tensor:
     values, order = x.reshape(len(x), -1).sort(0)
     w = weights[order]
     middle = (w.cumsum(0) - 0.5 * w).mT.contiguous()  # [E, S]
-    above = torch.searchsorted(middle, torch.full((len(middle), 1), p, dtype=middle.dtype)).clamp(1, len(x) - 1)
+    above = torch.searchsorted(middle, middle.new_full((len(middle), 1), p)).clamp(1, len(x) - 1)
     low, high = (middle.gather(1, i) for i in (above - 1, above))
     part = ((p - low) / (high - low).clamp_min(torch.finfo(middle.dtype).tiny)).clamp(0, 1)
-    ends = (values.mT.gather(1, i) for i in (above - 1, above))
-    return torch.lerp(*ends, part).reshape(x.shape[1:])
+    below, beyond = (values.mT.gather(1, i) for i in (above - 1, above))
+    return torch.lerp(below, beyond, part).reshape(x.shape[1:])
