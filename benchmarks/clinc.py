@@ -104,7 +104,8 @@ def distances(train: Split) -> dict[str, Callable[[Tensor], Tensor]]:
 
 def scores(pred: vi.Predictive) -> dict[str, Tensor]:
     logits = pred.function_mean
-    return {
+    own = {} if pred.scored is None else {"ood_score": pred.ood_score}
+    return own | {
         "1 − maximum probability": 1 - pred.mean.amax(1), "entropy": pred.entropy, "maximum logit": -logits.amax(1),
         "energy": -logits.logsumexp(1), "mutual information": pred.mutual_information,
         "variance of the logits": pred.function_variance.mean(1),

@@ -1,6 +1,6 @@
-"""A posterior over a last layer of many numbers: seconds, memory and NLL, beside laplace-torch in the same run.
+"""A posterior over a last layer of many numbers: seconds, memory and NLL, beside laplace-torch and VBLL in the same run.
 
-    python -m benchmarks.heads [--sizes 384x150 768x1000 2048x1000] [--rows 20000] [--methods ours kron diag] [--epochs 5]
+    python -m benchmarks.heads [--sizes 384x150 768x1000 2048x1000] [--rows 20000] [--methods ours kron diag vbll] [--epochs 5]
 
 Features lie around the means of their classes, with noise whose spectrum decays, and one label in twenty is random; the
 head is trained with Adam. Each method runs in a process of its own. Seconds are of processor time, for the fit and for a
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 
 VALIDATION, TEST = 2000, 1000
-METHODS = ("network", "ours", "kron", "diag")
+METHODS = ("network", "ours", "kron", "diag", "vbll")
 
 
 def problem(width: int, classes: int, rows: int, epochs: int) -> tuple[nn.Module, dict[str, TensorDataset]]:
@@ -80,11 +80,27 @@ def laplace_torch(structure: str) -> Callable[[nn.Module, dict[str, TensorDatase
     return fit
 
 
+def vbll(net: Any, sets: dict[str, TensorDataset]) -> Callable[[Tensor], Tensor]:
+    """Train a variational last layer of the community's package on the same features, five epochs of Adam."""
+    import vbll as package
+
+    D, C, rows = sets["train"].tensors[0].shape[1], net[1].out_features, len(sets["train"])
+    layer: Any = package.DiscClassification(D, C, 1 / rows, parameterization="diagonal")
+    optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
+    for _ in range(5):
+        for x, t in DataLoader(sets["train"], batch_size=250, shuffle=True):
+            optimizer.zero_grad()
+            layer(x).train_loss_fn(t).backward()
+            optimizer.step()
+    return lambda x: layer(x).predictive.probs.detach()
+
+
 FITS: dict[str, Any] = {
     "network": lambda net, sets: lambda x: net(x).softmax(-1).detach(),
     "ours": ours,
     "kron": laplace_torch("kron"),
     "diag": laplace_torch("diag"),
+    "vbll": vbll,
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.predict.temperature import each_temperature, fit_temperature
+from structvi.predict.calibration import each_temperature, fit_temperature
 
 #: rows, inputs, classes, share of random labels, distance of the clusters
 CLASSES = ((200, 13, 3, 0.0, 1.5), (300, 10, 2, 0.0, 1.0), (400, 30, 2, 0.02, 0.7), (1000, 20, 2, 0.1, 0.7),

@@ -66,8 +66,7 @@ def test_a_long_one_runs(benchmark, monkeypatch, capsys):
 @pytest.mark.slow
 def test_tables(monkeypatch, capsys):
     pytest.importorskip("pandas")
-    for name in "STEPS":
-        monkeypatch.setattr(f"structvi_tables.training.{name}", 20)
+    monkeypatch.setattr("structvi_tables.training.STEPS", 20)
     assert "worse at 95 %" in run(tables, ("--tables", "iris"), monkeypatch, capsys)
 
 

@@ -57,19 +57,6 @@ def test_scans_of_your_own_are_read_and_their_maps_kept(methods, tmp_path, monke
         example["read"](tmp_path)
 
 
-def test_any_network_and_any_part_of_it(methods, tmp_path, monkeypatch, capsys):
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\n"
-        "def make(drop):\n"
-        "    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    command = "segmentation.py --smoke --methods structured --net own:make --select 2.*"
-    monkeypatch.setattr("sys.argv", [*command.split(), "--out", str(tmp_path / "picture.png")])
-    runpy.run_path(str(EXAMPLES / "segmentation.py"), run_name="__main__")
-    assert "structured, seed 0: Dice" in capsys.readouterr().out
-
-
 def scores_of(methods, seed: int, n: int = 40):
     generator = torch.Generator().manual_seed(seed)
     p = torch.randn(n, 2, generator=generator).softmax(1)
@@ -100,18 +87,6 @@ def test_cases_that_count_twice_are_cases_that_are_there_twice(methods):
     again = methods.Scores.of(torch.cat([p, p[:7]]), torch.cat([t, t[:7]]))
     assert scores.nll(weight[None])[0] == pytest.approx(again.nll(np.ones((1, len(t) + 7)))[0], rel=1e-12)
     assert scores.aurc(weight[None])[0] == pytest.approx(again.aurc(np.ones((1, len(t) + 7)))[0], rel=1e-12)
-
-
-def test_pixels_are_binned_by_their_uncertainty(methods):
-    generator = torch.Generator().manual_seed(2)
-    p = torch.randn(3, 2, 16, 16, generator=generator).mul(2).softmax(1)
-    t = torch.bernoulli(p[:, 1], generator=generator).long()
-    exact, binned = methods.Scores.of(p, t, bins=3 * 256), methods.Scores.of(p, t, bins=100)
-    assert binned.count.shape == (3, 100)
-    assert binned.count.sum() == t.numel()
-    everything = np.ones((1, 3))
-    # a bin of 1 % of the pixels shares its last risk: off by less than 1 % of the coverage times a risk below ½
-    assert binned.aurc(everything)[0] == pytest.approx(exact.aurc(everything)[0], abs=0.005)
 
 
 def test_a_comparison_is_paired(methods):

@@ -71,3 +71,39 @@ def test_a_network_and_a_log_density_of_the_same_model_agree():
         vi.elbo(q, model, (x, t), estimator=vi.Estimator(groups=4), generator=seeded()),
         vi.elbo(q, density, estimator=vi.Estimator(groups=4), generator=seeded()),
     )
+
+
+class Counted(nn.Linear):
+    rows = 0
+
+    def forward(self, x):
+        self.rows += len(x)
+        return super().forward(x)
+
+
+def test_draws_that_share_rows_cost_one_pass_and_give_the_same_elbo_and_gradient():
+    """2000 pairs on a fixed batch of 7 rows: five standard errors of the difference, value and gradient."""
+    torch.manual_seed(0)
+    net = Counted(2, 1).double()
+    batch = torch.randn(7, 2).double(), torch.randn(7, 1).double()
+    model = vi.BayesianModel(net, vi.likelihoods.Gaussian(noise=0.5), vi.priors.NormalPrior(2.0), num_data=20)
+    q = vi.LowRankNormal(1, initial_scale=0.5).bind(model.space, seeded())
+    exact = vi.elbo(q, model, batch, estimator=vi.Estimator(groups=20_000), generator=seeded(1))
+    expected = torch.autograd.grad(exact, list(q.parameters()))
+    found = []
+    for seed in range(2000):
+        net.rows = 0
+        value = vi.elbo(q, model, batch, estimator=vi.Estimator(share_rows=True), generator=seeded(seed))
+        assert net.rows == 7
+        found.append([value.detach().reshape(1), *(g.reshape(-1) for g in torch.autograd.grad(value, q.parameters()))])
+    for each, known in zip(zip(*found, strict=True), [exact.detach(), *expected], strict=True):
+        each = torch.stack(each)
+        error = each.std(0) * (1 / 2000 + 1 / 20_000) ** 0.5  # both are means of draws
+        assert ((each.mean(0) - known.reshape(-1)).abs() < 5 * error + 1e-12).all()
+
+
+def test_rows_that_cannot_be_shared_are_refused():
+    model = vi.BayesianModel(nn.Linear(2, 1), vi.likelihoods.Gaussian(0.5), vi.priors.NormalPrior(), num_data=20)
+    q = vi.MeanField().bind(model.space)
+    with pytest.raises(ValueError, match=r"batches of 2 rows or more"):
+        vi.elbo(q, model, (torch.zeros(1, 2), torch.zeros(1, 1)), estimator=vi.Estimator(share_rows=True))

@@ -13,4 +13,4 @@ def test_a_loop_of_ones_own():
 
 def test_log_densities_and_choices(tmp_path):
     users_file.log_densities(tmp_path)
-    assert len(users_file.choices()) == 7
+    assert len(users_file.choices()) == 5

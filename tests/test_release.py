@@ -49,13 +49,6 @@ def test_the_oldest_versions_are_those_that_are_asked_for():
     assert "PYTHON_OLDEST ?= python3.11" in (ROOT / "Makefile").read_text()
 
 
-def test_every_extra_is_tried():
-    """`make dist-extras` has a few lines for each, but for those of work on structvi itself."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    text = (ROOT / "tools" / "try_extras.py").read_text()
-    assert [name for name in extras if f'"{name}": ' not in text] == ["bench", "docs", "dev"]
-
-
 def test_a_release_is_written(checkout):
     assert len(tool.release(checkout, "9.8.7", "2030-01-02")) == 4
     text = (checkout / "CHANGELOG.md").read_text()
@@ -68,7 +61,6 @@ def test_a_release_is_written(checkout):
     ("change", "version", "says"),
     [
         (lambda path: (path / "new.txt").write_text(""), "9.8.7", "not committed"),
-        (lambda path: (path / "CITATION.cff").write_text(""), "9.8.7", "not committed"),
         (lambda path: None, "9.8", "must be like"),
         (lambda path: None, "0.1.0", "section of 0.1.0 already"),
     ],
@@ -79,8 +71,3 @@ def test_what_is_not_as_it_should_be_is_refused(checkout, change, version, says)
     with pytest.raises(ValueError, match=says):
         tool.release(checkout, version, "2030-01-02")
     assert (checkout / "CHANGELOG.md").read_text() == before
-
-
-def test_nothing_to_release_is_refused():
-    with pytest.raises(ValueError, match="nothing to release"):
-        tool.sectioned("## [Unreleased]\n\n## [0.1.0]\n", "0.2.0", "2030-01-02")

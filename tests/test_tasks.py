@@ -1,7 +1,6 @@
-"""The ten lines of every task page run as written, in a few seconds, and the page says what to expect of them."""
+"""The ten lines of every task page run as written."""
 
 import re
-import time
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,7 +11,6 @@ plt = pytest.importorskip("matplotlib.pyplot")
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(path.stem for path in (DOCS / "tasks").glob("*.md"))
-SECTIONS = ["What to expect", "What it costs", "When not to"]
 
 
 def page(name):
@@ -37,9 +35,7 @@ def test_the_ten_lines_run_as_written(name, tmp_path, monkeypatch, capsys):
     assert len(lines) <= 10
     namespace: dict = {}
     exec(compile(yours, f"{name}.md", "exec"), namespace)
-    began = time.process_time()
     exec(compile(ten, f"{name}.md", "exec"), namespace)
-    assert time.process_time() - began < 20  # two on an idle core
     plt.close("all")
     printed = capsys.readouterr().out
     assert "\nnext: " in printed
@@ -47,8 +43,3 @@ def test_the_ten_lines_run_as_written(name, tmp_path, monkeypatch, capsys):
     if shown is not None:
         assert shown.mean.isfinite().all()
         assert (shown.mutual_information >= -1e-6).all()
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_says_what_to_expect_what_it_costs_and_when_not_to(name):
-    assert re.findall(r"^## (.*)$", page(name), flags=re.MULTILINE) == SECTIONS

@@ -44,23 +44,6 @@ def test_a_page_shows_the_code_as_it_is(name):
         assert at >= 0, f"make it again: python docs/make_tutorials.py {name}\n{shown}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pictures_are_small(name):
-    shown = re.findall(r"\]\(images/(\S+\.png)\)", (PAGES / f"{name}.md").read_text())
-    assert shown
-    for file in shown:
-        assert (PAGES / "images" / file).stat().st_size < 100_000
-
-
-def test_the_converter_keeps_lines_where_they_are():
-    """An error in a tutorial names the line of its file."""
-    text = '"""Title.\n\nMore.\n"""\n\nx = 1\n\n\n# Text.\n\ny = 2\n\nz = 1 / 0\n'
-    with pytest.raises(ZeroDivisionError) as caught:
-        run(text, "broken")
-    assert caught.traceback[-1].lineno + 1 == 12 + 1
-    assert text.splitlines()[12] == "z = 1 / 0"
-
-
 def test_examples_of_the_converter():
     assert doctest.testmod(make_tutorials).failed == 0
     assert doctest.testmod(make_notebooks).failed == 0
@@ -78,7 +61,3 @@ def test_a_notebook_has_the_code_of_the_tutorial_and_what_it_printed(name):
     assert sum(output["output_type"] == "stream" for output in outputs) == page.count('title="prints"')
     shown = [base64.b64decode(o["data"]["image/png"]) for o in outputs if o["output_type"] == "display_data"]
     assert shown == [(PAGES / "images" / file).read_bytes() for file in re.findall(r"\]\(images/(\S+)\)", page)]
-    text = "".join("".join(cell["source"]) for cell in made["cells"] if cell["cell_type"] == "markdown")
-    assert "```python" not in text
-    assert 'title="prints"' not in text
-    assert len({cell["id"] for cell in made["cells"]}) == len(made["cells"])

@@ -35,8 +35,7 @@ from .predict.acquire import acquire
 from .predict.calibration import calibrate
 from .predict.linearised import output_moments
 from .predict.metrics import evaluate
-from .predict.predict import predict
-from .predict.predictor import predictor
+from .predict.predict import predict, predictor
 from .predict.sample import mean_network, sample, sample_network
 from .result import Result, Status
 from .train.compare import elbo_over

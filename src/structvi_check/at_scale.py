@@ -3,7 +3,6 @@
 A network is drawn from its own prior, and labels are drawn from it: the truth is known, and the model is true.
 """
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -17,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import binary_cross_entropy
 from tqdm import tqdm
 
 from structvi.models.likelihoods import Bernoulli
 from structvi.parameters import Parameters
 from structvi.util import __version__
-from structvi.util.folder_files import check_folder, write_together
+from structvi.util.folder_files import check_folder
 
 from .measures import LEVEL
 from .methods import Adapter, log_prob_of
 from .problems import Data, Problem
+from .report import aligned, save_report
 from .suite import as_method
 
 NAMES = ("mean-field", "structured", "precision", "swag", "deep-ensemble", "dropout-network")
@@ -34,12 +35,10 @@ NAMES = ("mean-field", "structured", "precision", "swag", "deep-ensemble", "drop
 DRAWS = 256
 LEGEND = (
     "ELBO at λ = 1: E log p(data, θ) − log q(θ) of what the method calls its posterior, in nats; – where it has no "
-    "density. Above a constant: how far above the best prediction that ignores the input. Coverage: of the true "
-    "probabilities in the method's 90 % intervals; width: of these intervals. The networks are drawn from the prior: "
-    "the exact posterior covers 90 % on average over them. NLL: of test labels, nats; KL to truth: from the true "
-    "probabilities to the predicted ones, nats; s: processor seconds to fit"
+    "density. Coverage: of the true probabilities in the method's 90 % intervals; width: of these intervals. The exact "
+    "posterior covers 90 % on average over networks. NLL: of test labels, nats; s: processor seconds to fit"
 )
-HEADINGS = ("method", "ELBO at λ = 1", "above a constant", "coverage", "width", "NLL", "KL to truth", "s")
+HEADINGS = ("method", "ELBO at λ = 1", "coverage", "width", "NLL", "s")
 #: inputs of the networks
 INPUTS = 8
 #: the last layer's output is multiplied by it: labels are neither coins nor certain
@@ -72,23 +71,11 @@ def build(width: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The problem that methods get, and test inputs [M, 8] with their labels [M, 1] and true probabilities [M]."""
+    """The problem that methods get, with test inputs as its grid; their labels [M, 1] and true probabilities [M]."""
 
     problem: Problem
-    data: Data
-    x: Tensor
     t: Tensor
     p: Tensor
-
-    def constant(self) -> float:
-        """Return the log likelihood of the training labels by their own mean."""
-        share = self.data.t.mean().clamp(1e-6, 1 - 1e-6)
-        return float(len(self.data.t) * (share * share.log() + (1 - share) * (1 - share).log()))
-
-    def probabilities(self, theta: Tensor) -> Tensor:
-        """Return the second class's probabilities at the test inputs, at each draw: [S, P] → [S, M]."""
-        with torch.no_grad():
-            return self.data.outputs(theta, self.x).sigmoid()
 
 
 def teacher(width: int, size: int, test: int, seed: int) -> Teacher:
@@ -116,7 +103,7 @@ def teacher(width: int, size: int, test: int, seed: int) -> Teacher:
     data = Data(partial(build, width), Bernoulli(), 1.0, x[:size], t[:size], x[size:])
     none, title = truth.new_zeros(0, space.size), "a network drawn from its prior"
     problem = Problem("teacher", title, space, data.log_joint, none, truth, None, (), data, identified=False)
-    return Teacher(problem.question(), data, x[size:], t[size:], p[size:, 0])
+    return Teacher(problem.question(), t[size:], p[size:, 0])
 
 
 @dataclass(frozen=True)
@@ -126,11 +113,9 @@ class ScaleRow:
     method: str
     seed: int
     elbo: float | None
-    gain: float | None
     coverage: float
     width: float
     nll: float
-    kl: float
     seconds: float
 
 
@@ -149,23 +134,13 @@ class ScaleReport:
         for method in dict.fromkeys(row.method for row in self.rows):
             rows = [list(asdict(row).values())[2:] for row in self.rows if row.method == method]
             lines.append([method, *map(_cell, zip(*rows, strict=True))])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         title = f"{self.teachers} networks of {self.weights} weights drawn from the prior, {self.size} labels each"
-        text = [title, ""]
-        for name, *cells in lines:
-            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            text.append("  ".join([name.ljust(widths[0]), *right]))
-        return "\n".join([*text, "", LEGEND])
+        return "\n".join([title, "", *aligned(lines), "", LEGEND])
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write at_scale.txt and at_scale.json, together."""
         check_folder(Path(folder))
-        return write_together(Path(folder), self._write)
-
-    def _write(self, folder: Path) -> None:
-        text = json.dumps({"version": __version__} | asdict(self), indent=1)
-        (folder / "at_scale.txt").write_text(f"{self}\n", encoding="utf-8")
-        (folder / "at_scale.json").write_text(text + "\n", encoding="utf-8")
+        return save_report(folder, "at_scale", self, {"version": __version__} | asdict(self))
 
 
 def _cell(values: Sequence[Any]) -> str:
@@ -211,19 +186,15 @@ def examine(method: Adapter, truth: Teacher, seed: int) -> ScaleRow:
     method.fit(truth.problem, seed)
     seconds = time.process_time() - start
     theta = method.draw(DRAWS, torch.Generator().manual_seed(seed)).double()
-    log_q, elbo, gain = log_prob_of(method), None, None
+    log_q, elbo = log_prob_of(method), None
     if log_q is not None:
         with torch.no_grad():
             values = torch.cat([truth.problem.log_joint(part) for part in theta.split(16)]) - log_q(theta)
         elbo = float(values.mean())
-        gain = elbo - truth.constant()
-    p = truth.probabilities(theta)  # [S, M]
-    average, true = p.mean(0).clamp(1e-9, 1 - 1e-9), truth.p.clamp(1e-12, 1 - 1e-12)
+    p = truth.problem.outputs(theta).sigmoid()  # [S, M], the test inputs are the grid
     tail = (1 - LEVEL) / 2
     low, high = torch.quantile(p, torch.tensor([tail, 1 - tail], dtype=p.dtype), dim=0)
     inside = ((low <= truth.p) & (truth.p <= high)).double()
-    t = truth.t[:, 0]
-    nll = -(t * average.log() + (1 - t) * (1 - average).log())
-    kl = true * (true / average).log() + (1 - true) * ((1 - true) / (1 - average)).log()
-    held, width, loss, far = (float(one.mean()) for one in (inside, high - low, nll, kl))
-    return ScaleRow(method.name, seed, elbo, gain, held, width, loss, far, seconds)
+    nll = binary_cross_entropy(p.mean(0), truth.t[:, 0])
+    held, width, loss = (float(one.mean()) for one in (inside, high - low, nll))
+    return ScaleRow(method.name, seed, elbo, held, width, loss, seconds)

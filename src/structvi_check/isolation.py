@@ -7,24 +7,18 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import get_context, parent_process
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .measures import checked_log_prob
+from .measures import points
 from .methods import Adapter, NotApplicable, log_prob_of
 from .problems import Problem
-
-#: in the child: the task before the fit, the method after it
-_work: Any = None
 
 
 class Failed(Exception):
@@ -36,18 +30,17 @@ class Failed(Exception):
 
 
 class Fitted(NamedTuple):
-    """Draws [n, P] of the fitted method, the seconds of its fit, and its log q, [S, P] → [S]."""
+    """Draws [n, P] of the fitted method, the seconds of its fit, and its log q at `points`, or None."""
 
     theta: Tensor
     seconds: float
-    log_prob: Callable[[Tensor], Tensor] | None
+    log_q: Tensor | None
 
 
-@contextmanager
-def fitted_apart(
+def fit_apart(
     method: Adapter, problem: Problem, seed: int, n: int, generator: torch.Generator, timeout: float | None
-) -> Iterator[Fitted]:
-    """Fit the method to the question of the problem in another process, which ends with the block.
+) -> Fitted:
+    """Fit the method to the question of the problem in another process, which ends with the call.
 
     A fork has what cannot be pickled. CUDA, and autograd where there is a GPU, do not survive one; nor do libraries
     on other systems than Linux. There a new process is started: the method's class must be in a module that can be
@@ -57,37 +50,32 @@ def fitted_apart(
         Failed: the method raised, died, or took longer than `timeout` seconds in all.
         NotApplicable: the method says so.
     """
-    task: Any = (method, problem.question(), seed, n, generator.get_state())
+    task: Any = (method, problem.question(), points(problem), seed, n, generator.initial_seed())
     start = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"
     if start == "spawn":
         task = pickle.dumps(task)  # as bytes: tensors of arguments would be memory that both processes write to
-    pool = ProcessPoolExecutor(1, get_context(start), _receive, (task,))
-    left, pid = timeout, None
-
-    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-        nonlocal left
-        began = monotonic()
-        try:
-            return pool.submit(_reported, function, *arguments).result(left)
-        except TimeoutError:
-            raise Failed(f"not finished after {timeout:g} s: it was ended") from None
-        except BrokenProcessPool:
-            words = "its process died before it was done, as it does when there is not enough memory"
-            raise Failed(words) from None
-        finally:
-            left = None if left is None else left - (monotonic() - began)
-
+    context: Any = get_context(start)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, task))
     try:
         with warnings.catch_warnings():  # Python warns of forks where there are threads: the child uses its own alone
             warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*")
-            pid = ask(os.getpid)
-        theta, seconds, dense = ask(_fit)
-        log_prob = (lambda points: torch.from_numpy(ask(_log_prob, points.numpy()))) if dense else None
-        yield Fitted(torch.from_numpy(theta), seconds, log_prob)
+            process.start()
+        sender.close()
+        if not receiver.poll(timeout):
+            raise Failed(f"not finished after {timeout:g} s: it was ended")
+        answer = receiver.recv()
+    except EOFError:
+        raise Failed("its process died before it was done, as it does when there is not enough memory") from None
     finally:
-        if pid is not None:
-            _kill(pid)
-        pool.shutdown(cancel_futures=True)
+        if process.pid is not None:
+            _kill(process.pid)
+            process.kill()  # if it had no group yet
+            process.join()
+    if isinstance(answer, Exception):
+        raise answer
+    theta, seconds, log_q = answer
+    return Fitted(torch.from_numpy(theta), seconds, None if log_q is None else torch.from_numpy(log_q))
 
 
 def _kill(pid: int) -> None:
@@ -99,14 +87,19 @@ def _kill(pid: int) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
-def _receive(task: Any) -> None:
-    """Begin in the child."""
-    global _work
+def _answer(sender: Any, task: Any) -> None:
+    """Run in the child; whatever a method raises, SystemExit too, becomes words that can be sent."""
     if os.name == "posix":
         os.setsid()  # a group of its own, which ends as one; Ctrl-C is the parent's
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # a fork has none of its parent's threads
-    _work = task
+    try:
+        sender.send(_fit(*(pickle.loads(task) if isinstance(task, bytes) else task)))
+    except NotApplicable as reason:
+        sender.send(NotApplicable(str(reason)))
+    except BaseException as error:
+        message = " ".join(str(error).split())
+        sender.send(Failed(f"{type(error).__name__}: {message}"[:2000], traceback.format_exc()))
 
 
 def _end_with_parent() -> None:
@@ -116,26 +109,13 @@ def _end_with_parent() -> None:
         _kill(os.getpid())
 
 
-def _reported(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call in the child; whatever a method raises, SystemExit too, becomes words that can be sent."""
-    try:
-        return function(*arguments)
-    except NotApplicable as reason:
-        raise NotApplicable(str(reason)) from None
-    except BaseException as error:
-        message = " ".join(str(error).split())
-        raise Failed(f"{type(error).__name__}: {message}"[:2000], traceback.format_exc()) from None
-
-
-def _fit() -> tuple[np.ndarray, float, bool]:
-    global _work
-    method, problem, seed, n, state = pickle.loads(_work) if isinstance(_work, bytes) else _work
+def _fit(
+    method: Adapter, problem: Problem, others: Tensor, seed: int, n: int, draw_seed: int
+) -> tuple[np.ndarray, float, np.ndarray | None]:
     began = perf_counter()
     method.fit(problem, seed)
     seconds = perf_counter() - began
-    generator = torch.Generator()
-    generator.set_state(state)
-    theta = method.draw(n, generator)
+    theta = method.draw(n, torch.Generator().manual_seed(draw_seed))
     if not isinstance(theta, Tensor) or theta.shape != (n, problem.P):
         came = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
         raise ValueError(
@@ -144,11 +124,14 @@ def _fit() -> tuple[np.ndarray, float, bool]:
         )
     if not torch.isfinite(theta).all():
         raise ValueError("draw gave numbers that are not finite")
-    _work = method
-    return theta.detach().double().cpu().numpy(), seconds, log_prob_of(method) is not None
-
-
-def _log_prob(points: np.ndarray) -> np.ndarray:
-    log_prob = log_prob_of(_work)
-    assert log_prob is not None
-    return checked_log_prob(log_prob, torch.from_numpy(points)).cpu().numpy()
+    theta, log_prob, log_q = theta.detach().double().cpu(), log_prob_of(method), None
+    if log_prob is not None and problem.identified:
+        with torch.no_grad():
+            log_q = log_prob(torch.cat([others, theta]))
+        if not isinstance(log_q, Tensor) or log_q.shape != (len(others) + n,):
+            came = tuple(log_q.shape) if isinstance(log_q, Tensor) else type(log_q).__name__
+            raise ValueError(f"log_prob must give one number for each of {len(others) + n} rows, it gave {came}")
+        if log_q.isnan().any():
+            raise ValueError("log_prob gave NaN; it is the logarithm of a density, or −inf where that is zero")
+        log_q = log_q.detach().double().cpu().numpy()
+    return theta.numpy(), seconds, log_q

@@ -11,8 +11,6 @@ from .problems import F64, Problem
 
 #: probability with which the error of a perfect method is above zero, at most
 ALARM = 1e-6
-#: random directions besides the weights and the principal axes
-RANDOM = 64
 #: intervals of equal mass into which a quantity is cut where two are looked at together
 BINS = 5
 #: principal axes of a network's outputs: those with this share of the largest variance
@@ -68,8 +66,7 @@ def coordinates(problem: Problem, theta: Tensor) -> Tensor:
 
 def _quantities(problem: Problem, theta: Tensor, z: Tensor) -> Tensor:
     """Return the numbers that are compared with thresholds, from θ [n, P] and coordinates z [n, D]: [n, M]."""
-    random = torch.randn(z.shape[1], RANDOM, generator=torch.Generator().manual_seed(0), **F64)
-    parts = [z, z @ random, z.square().sum(-1, keepdim=True)]
+    parts = [z, z.square().sum(-1, keepdim=True)]
     if problem.identified:
         parts += [theta, problem.log_joint(theta).detach().double().unsqueeze(-1)]
     return torch.cat(parts, dim=-1).nan_to_num(nan=-torch.inf)

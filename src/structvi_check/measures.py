@@ -1,6 +1,5 @@
 """Distances of a method's draws from a known posterior: numbers, without judgement."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -67,10 +66,15 @@ class Measures:
     total_variation: float | None
 
 
-def measure(problem: Problem, theta: Tensor, log_prob: Callable[[Tensor], Tensor] | None) -> Measures:
-    """Measure draws of q [n, P], and log q where there is one."""
+def points(problem: Problem) -> Tensor:
+    """Return θ* and the reference draws, where log q is asked for besides at the method's own draws: [1 + R, P]."""
+    return torch.cat([problem.truth.unsqueeze(0), problem.reference])
+
+
+def measure(problem: Problem, theta: Tensor, log_q: Tensor | None) -> Measures:
+    """Measure draws of q [n, P], and log q at `points` and then at these draws, [1 + R + n], where there is one."""
     q, p = problem.quantities(theta), problem.quantities(problem.reference)  # [n, Q], [R, Q]
-    points = count_points(theta)
+    repeated = count_points(theta)
     sd = p.std(0)
     bias = (q.mean(0) - p.mean(0)).abs() / sd
     spread = q.var(0).log() - p.var(0).log()
@@ -78,9 +82,9 @@ def measure(problem: Problem, theta: Tensor, log_prob: Callable[[Tensor], Tensor
     found, there = modes(problem, theta)
     agreement, variation = predictions(problem, theta)
     return Measures(
-        points=points,
+        points=repeated,
         P=problem.P,
-        **_densities(problem, theta, log_prob, points),
+        **_densities(problem, theta, log_q, repeated),
         modes_found=found,
         modes_there=there,
         coverage=held.mean().item(),
@@ -127,37 +131,22 @@ def modes(problem: Problem, theta: Tensor) -> tuple[int | None, int | None]:
     return found, len(problem.modes)
 
 
-def _densities(
-    problem: Problem, theta: Tensor, log_prob: Callable[[Tensor], Tensor] | None, points: int
-) -> dict[str, Any]:
+def _densities(problem: Problem, theta: Tensor, log_q: Tensor | None, repeated: int) -> dict[str, Any]:
     """Return the probability of the true model, and KL both ways."""
     truth, known = problem.truth.unsqueeze(0), problem.log_evidence is not None
     found: dict[str, Any] = dict.fromkeys(("log_q_true", "log_p_true", "kl_p_q", "kl_q_p"))
     if known:
         found["log_p_true"] = problem.log_posterior(truth).item()
-    if points:
+    if repeated:
         return found | {"log_q_true": -inf, "kl_p_q": Estimate(inf), "kl_q_p": Estimate(inf)}
-    if log_prob is None or not problem.identified:
+    if log_q is None:
         return found
-    log_q = checked_log_prob(log_prob, torch.cat([truth, problem.reference, theta]))
     at_truth, at_reference, at_own = log_q.split([1, len(problem.reference), len(theta)])
     found["log_q_true"] = at_truth.item()
     if known:
         found["kl_p_q"] = Estimate.of(problem.log_posterior(problem.reference) - at_reference)
         found["kl_q_p"] = Estimate.of(at_own - problem.log_posterior(theta))
     return found
-
-
-def checked_log_prob(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
-    """Return log q(θ) in float64: [S, P] → [S]; ValueError for anything else."""
-    with torch.no_grad():
-        values = log_prob(theta)
-    if not isinstance(values, Tensor) or values.shape != theta.shape[:1]:
-        came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"log_prob must give one number for each of {len(theta)} rows, [S, P] → [S]; it gave {came}")
-    if values.isnan().any():
-        raise ValueError("log_prob gave NaN; it is the logarithm of a density, or −inf where that is zero")
-    return values.detach().double()
 
 
 def predictions(problem: Problem, theta: Tensor) -> tuple[float | None, float | None]:

@@ -127,12 +127,6 @@ def _fit_points(recipe: vi.Family, problem: Problem, seed: int) -> vi.Family:
     return family
 
 
-def _head(problem: Problem) -> vi.Family:
-    if problem.identified:
-        raise NotApplicable("a Bayesian head needs a network with a body")
-    return vi.PerLayer({"2.*": vi.FullNormal(), "0.*": vi.MAP()})
-
-
 def ours() -> dict[str, Adapter]:
     """Return the families, by the names of the command line."""
     return {
@@ -143,5 +137,4 @@ def ours() -> dict[str, Adapter]:
         "precision": Ours(lambda problem: vi.LowRankPrecision(min(RANK, problem.P)), f"structured precision {RANK}"),
         "full": Ours(vi.FullNormal(), "full normal"),
         "mixture": Ours(vi.Mixture(vi.FullNormal(), components=2), "mixture of 2 normals"),
-        "head": Ours(_head, "Bayesian head"),
     }

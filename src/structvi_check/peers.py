@@ -1,13 +1,6 @@
-"""Adapters for other methods: Pyro's guides, deep ensembles, SWAG, networks with dropout layers.
-
-Pyro is imported when it is used. Each method runs as its own documentation shows.
-"""
-
-# the peers are an extra:
-# pyright: reportMissingImports=false
+"""Adapters for other methods: deep ensembles, SWAG, networks with dropout layers, each as its authors show it."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +11,11 @@ from structvi.families import MCDropout
 from structvi.parameters import Parameters
 from structvi.util.random_streams import borrowed_stream
 
-from .methods import Adapter, NotApplicable
+from .methods import STEPS, Adapter, NotApplicable
 from .problems import Data, Problem
 
-#: steps of Adam or SGD, and Adam's highest rate
-STEPS, RATE = 2000, 0.02
+#: highest learning rate of Adam
+RATE = 0.02
 
 
 def _data(problem: Problem, method: str) -> Data:
@@ -137,56 +130,8 @@ class SWAG:
         return self.normal.log_prob(theta)
 
 
-class PyroGuide:
-    """An automatic guide of Pyro, fitted to the log density by SVI: Adam with cosine decay, 16 particles a step.
-
-    Args:
-        guide: the name of the class in `pyro.infer.autoguide`; its `get_posterior` must give a distribution.
-        rank: at most, for the low-rank guide.
-    """
-
-    def __init__(self, guide: str, name: str, rank: int | None = None):
-        self.guide, self.name, self.rank = guide, name, rank
-
-    def fit(self, problem: Problem, seed: int) -> None:
-        import pyro
-        from pyro.distributions import ImproperUniform
-        from pyro.distributions.constraints import real_vector
-        from pyro.infer import SVI, Trace_ELBO, autoguide
-
-        def model() -> None:
-            theta = pyro.sample("theta", ImproperUniform(real_vector, (), (problem.P,)))
-            value = problem.log_joint(theta.reshape(-1, problem.P)).reshape(theta.shape[:-1])
-            pyro.factor("log_joint", value)
-
-        with borrowed_stream(torch.Generator().manual_seed(seed)):
-            pyro.clear_param_store()
-            options: dict[str, Any] = {} if self.rank is None else {"rank": min(self.rank, problem.P)}
-            start = autoguide.init_to_value(values={"theta": problem.space.initial})
-            guide = getattr(autoguide, self.guide)(model, init_loc_fn=start, **options)
-            settings = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 5 * RATE}, "T_max": STEPS}
-            schedule = pyro.optim.CosineAnnealingLR(settings)  # pyright: ignore[reportAttributeAccessIssue]
-            svi = SVI(model, guide, schedule, Trace_ELBO(16, max_plate_nesting=0, vectorize_particles=True))
-            for _ in range(STEPS):
-                svi.step()
-                schedule.step()
-            with torch.no_grad():
-                self.distribution = guide.get_posterior()
-            pyro.clear_param_store()
-
-    def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        with borrowed_stream(generator), torch.no_grad():
-            return self.distribution.sample((n,))
-
-    def log_prob(self, theta: Tensor) -> Tensor:
-        return self.distribution.log_prob(theta)
-
-
 #: by the names of the command line
 PEERS: dict[str, Callable[[], Adapter]] = {
-    "pyro-diagonal": lambda: PyroGuide("AutoDiagonalNormal", "Pyro diagonal normal"),
-    "pyro-low-rank": lambda: PyroGuide("AutoLowRankMultivariateNormal", "Pyro low-rank normal 4", 4),
-    "pyro-full": lambda: PyroGuide("AutoMultivariateNormal", "Pyro full normal"),
     "deep-ensemble": DeepEnsemble,
     "swag": SWAG,
     "dropout-network": DropoutNetwork,

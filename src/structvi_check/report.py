@@ -1,18 +1,17 @@
-"""The result of `run`: a row for each method and problem; a table, JSON and a page with pictures."""
+"""The result of `run`: a row for each method and problem; a table, JSON and a page."""
 
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import isinf
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from structvi.util import __version__
 from structvi.util.folder_files import check_folder, write_together
-from structvi_paper.pages import figure, number, picture, plain, render
+from structvi_paper.pages import number, plain, render
 
 from .measures import Estimate, Measures
 from .problems import Problem
@@ -35,8 +34,6 @@ COLOURS = {
     "not applicable": "#8a8a8a",
     "failed": "#4a3a6b",
 }
-#: points along each axis of a density in the plane
-GRID = 161
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,6 @@ class Row:
     failed: bool = False
     #: the traceback of a method that raised
     details: str = field(default="", repr=False, compare=False)
-    #: for the pictures: some draws [S, 2] in two dimensions, or 5, 50 and 95 % quantiles of outputs [3, G]
-    sketch: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def grade(self) -> str:
@@ -89,6 +84,28 @@ class Row:
         return {name: getattr(self, name) for name in own} | {"seconds": round(self.seconds, 3), "measures": measures}
 
 
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of text whose columns are equally wide, words to the left and numbers to the right."""
+    first, *widths, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
+    form = "  ".join([f"{{:{first}}}", *(f"{{:>{width}}}" for width in widths), "{}"])
+    return [form.format(*line) for line in lines]
+
+
+def save_report(folder: str | os.PathLike[str], name: str, text: object, record: Any, page: str = "") -> list[Path]:
+    """Write a text, JSON, in which infinities are strings, and a page, if there is one, together."""
+    files = {
+        "txt": f"{text}\n",
+        "json": json.dumps(plain(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+    }
+    files |= {"html": page} if page else {}
+
+    def write(hidden: Path) -> None:
+        for kind, content in files.items():
+            (hidden / f"{name}.{kind}").write_text(content, encoding="utf-8")
+
+    return write_together(Path(folder), write)
+
+
 def _number(value: float | Estimate | None) -> str:
     if isinstance(value, Estimate):
         value = max(0.0, value.value)
@@ -104,99 +121,37 @@ class Report:
     seed: int = 0
 
     def __getitem__(self, key: tuple[str, str]) -> Row:
-        for row in self.rows:
-            if (row.method, row.problem) == key:
-                return row
-        raise KeyError(f"no row {key!r}; there are {[(row.method, row.problem) for row in self.rows]}")
+        return {(row.method, row.problem): row for row in self.rows}[key]
 
     def of(self, problem: str) -> list[Row]:
         return [row for row in self.rows if row.problem == problem]
 
     def summary(self) -> list[str]:
         """Return a sentence for each method."""
-        sentences = []
-        for method in dict.fromkeys(row.method for row in self.rows):
-            grades = [row.grade for row in self.rows if row.method == method]
-            count = len(grades) - grades.count("not applicable")
-            if not count:
-                sentences.append(f"{method}: applicable to none of these problems")
-                continue
-            words = f"{method}: Bayesian on {grades.count('Bayesian')} of {count} problems"
-            for grade, said in (("not a posterior", "not a posterior"), ("failed", "no result")):
-                words += f", {said} on {grades.count(grade)}" if grade in grades else ""
-            sentences.append(words)
-        return sentences
+        grades = {row.method: Counter(one.grade for one in self.rows if one.method == row.method) for row in self.rows}
+        return [
+            f"{method}: {', '.join(f'{grade} on {count}' for grade, count in found.items())}"
+            for method, found in grades.items()
+        ]
 
     def __str__(self) -> str:
         """Plain text: a block for each problem."""
-        every = [list(HEADINGS), *(row.cells() for row in self.rows)]
-        widths = [max(len(cells[i]) for cells in every) for i in range(len(HEADINGS) - 1)]
         lines = []
         for name, problem in self.problems.items():
-            lines += ["", f"{name}: {problem.title}"]
-            for method, *cells, verdict in (HEADINGS, *(row.cells() for row in self.of(name))):
-                numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-                lines.append("  ".join(["", method.ljust(widths[0]), *numbers, verdict]))
-        return "\n".join([*lines, "", LEGEND, "", *self.summary()]).lstrip("\n")
+            lines += [f"{name}: {problem.title}", *aligned([HEADINGS, *(row.cells() for row in self.of(name))]), ""]
+        return "\n".join([*lines, LEGEND, "", *self.summary()])
 
     def record(self) -> dict[str, Any]:
-        """Return the content of check.json: infinities are the strings "inf" and "-inf"."""
+        """Return the content of check.json."""
         problems = {name: {"title": problem.title, "weights": problem.P} for name, problem in self.problems.items()}
         head = {"version": __version__, "seed": self.seed, "thresholds": MOST._asdict(), "summary": self.summary()}
-        return plain(head | {"problems": problems, "rows": [row.record() for row in self.rows]})
+        return head | {"problems": problems, "rows": [row.record() for row in self.rows]}
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write check.txt, check.json and check.html, together; the page needs jinja2 and matplotlib."""
+        """Write check.txt, check.json and check.html, together; the page needs jinja2."""
         check_folder(Path(folder))
-        return write_together(Path(folder), self._write)
-
-    def _write(self, folder: Path) -> None:
-        text = json.dumps(self.record(), indent=1, ensure_ascii=False, allow_nan=False)
-        pictures = {name: _picture(problem, self.of(name)) for name, problem in self.problems.items()}
-        template = Path(__file__).with_name("check.html")
         methods = list(dict.fromkeys(row.method for row in self.rows))
         shown = {"headings": HEADINGS, "legend": LEGEND, "thresholds": MOST._asdict(), "colours": COLOURS}
-        page = render(template, report=self, methods=methods, pictures=pictures, version=__version__, **shown)
-        (folder / "check.txt").write_text(f"{self}\n", encoding="utf-8")
-        (folder / "check.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "check.html").write_text(page, encoding="utf-8")
-
-
-def _picture(problem: Problem, rows: list[Row]) -> bytes | None:
-    """Draw the posterior in grey and what each method makes of it, if it is of two weights or a curve."""
-    sketches = [(row, row.sketch) for row in rows if row.sketch is not None]
-    if not sketches:
-        return None
-    columns = min(4, len(sketches))
-    lines = -(-len(sketches) // columns)
-    made, axes = figure(lines, columns, 3 * columns, 3 * lines, squeeze=False, sharex=True, sharey=True)
-    for ax in axes.flatten():
-        ax.set_axis_off()
-    for ax, (row, sketch) in zip(axes.flatten(), sketches, strict=False):
-        ax.set_axis_on()
-        ax.set(title=row.method)
-        (_plane if problem.P == 2 else _band)(ax, problem, sketch, COLOURS[row.grade])
-    return picture(made)
-
-
-def _plane(ax: Any, problem: Problem, sketch: Tensor, colour: str) -> None:
-    """The posterior as shade, draws of the method as dots."""
-    ends = zip(problem.reference.min(0).values.tolist(), problem.reference.max(0).values.tolist(), strict=True)
-    axes = [torch.linspace(low, high, GRID, dtype=torch.float64) for low, high in ends]
-    first, second = torch.meshgrid(*axes, indexing="xy")
-    density = problem.log_posterior(torch.stack([first, second], dim=-1).reshape(-1, 2)).exp().reshape(first.shape)
-    ax.contourf(first, second, density, levels=12, cmap="Greys", alpha=0.8)
-    ax.plot(*sketch.T, ".", color=colour, markersize=5, alpha=0.6)
-    ax.set(xlim=axes[0][[0, -1]].tolist(), ylim=axes[1][[0, -1]].tolist())
-
-
-def _band(ax: Any, problem: Problem, sketch: Tensor, colour: str) -> None:
-    """90 % of the outputs along the grid: the posterior's in grey, the method's coloured."""
-    exact = torch.quantile(problem.outputs(problem.reference), torch.tensor([0.05, 0.95], dtype=torch.float64), dim=0)
-    x = torch.arange(exact.shape[1])
-    ax.fill_between(x, *exact, color="#bbbbbb", linewidth=0)
-    low, middle, high = sketch
-    ax.fill_between(x, low, high, color=colour, alpha=0.35, linewidth=0)
-    ax.plot(x, middle, color=colour)
-    margin = 0.5 * (exact.max() - exact.min()).item()
-    ax.set(ylim=(exact.min().item() - margin, exact.max().item() + margin), xticks=[])
+        template = Path(__file__).with_name("check.html")
+        page = render(template, report=self, methods=methods, version=__version__, **shown)
+        return save_report(folder, "check", self, self.record(), page)

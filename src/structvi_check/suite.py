@@ -1,25 +1,23 @@
 """`run`: methods on problems, a row for each pair."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 import structvi as vi
 from structvi_paper.processes import processes
 from structvi_paper.settings import Settings
 
-from .isolation import Failed, fitted_apart
+from .isolation import Failed, fit_apart
 from .measures import measure
 from .methods import Adapter, NotApplicable, Ours, ours
 from .peers import PEERS
-from .problems import PROBLEMS, Problem, fresh
+from .problems import PROBLEMS, REFERENCE, Problem
+from .problems import problem as named_problem
 from .report import Report, Row
 from .verdicts import findings, verdict
 
-#: draws of the method that are measured
-DRAWS = 8192
 #: the problems of `--quick`: the small ones, of each kind one
 QUICK = ("correlated", "bimodal", "gaussian-10-100", "linear-regression", "rbf-regression", "logistic-regression")
 
@@ -47,7 +45,7 @@ def run(
         workers: rows that are computed at a time; with more than one, methods and problems must be names.
 
     Returns:
-        A `Report`: `print(report)` shows the table, `report.save(folder)` writes table, JSON and a page with pictures.
+        A `Report`: `print(report)` shows the table, `report.save(folder)` writes table, JSON and a page.
 
     Example:
         >>> from structvi import FullNormal
@@ -60,7 +58,7 @@ def run(
     methods = list(method) if isinstance(method, list | tuple) else [method]
     names = [as_method(one).name for one in methods]
     wanted = list(PROBLEMS) if problems is None else [problems] if isinstance(problems, str | Problem) else problems
-    chosen = [one if isinstance(one, Problem) else fresh(one) for one in wanted]
+    chosen = [one if isinstance(one, Problem) else named_problem(one) for one in wanted]
     if not methods or not chosen:
         raise ValueError("nothing to do: give at least one method and one problem")
     if len(set(names)) < len(names):
@@ -87,46 +85,41 @@ def as_method(method: object) -> Adapter:
     return method
 
 
+def names_in(text: str, groups: Mapping[str, Iterable[str]], what: str) -> list[str]:
+    """Return the names in a text such as "mean-field,swag,all", where a group stands for its names."""
+    chosen = [name for part in text.split(",") for name in groups.get(part.strip(), [part.strip()])]
+    known = groups["all"]
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise ValueError(
+            f"there is no {what} {', '.join(map(repr, unknown))}; there are {', '.join([*groups, *known])}"
+        )
+    return list(dict.fromkeys(chosen))
+
+
 def method_names(text: str) -> list[str]:
     """Return the names in "mean-field,full", "ours", "peers" or "all"."""
-    groups = {"ours": list(ours()), "peers": list(PEERS), "all": [*ours(), *PEERS]}
-    return _known(text, groups, groups["all"], "method")
+    return names_in(text, {"ours": ours(), "peers": PEERS, "all": {**ours(), **PEERS}}, "method")
 
 
 def problem_names(text: str, quick: bool) -> list[str]:
-    """Return the names in "bimodal,network" or "all"; all of the quick ones if asked for."""
-    return _known(text, {"all": list(QUICK if quick else PROBLEMS)}, list(PROBLEMS), "problem")
-
-
-def _known(text: str, groups: dict[str, list[str]], known: list[str], what: str) -> list[str]:
-    chosen = [name for part in text.split(",") if part for name in groups.get(part.strip(), [part.strip()])]
-    unknown = [name for name in chosen if name not in known]
-    if unknown or not chosen:
-        wrong = ", ".join(map(repr, unknown or [text]))
-        raise ValueError(f"there is no {what} {wrong}; there are {', '.join([*groups, *known])}")
-    return list(dict.fromkeys(chosen))
+    """Return the names in "bimodal,network", "quick" or "all", which is "quick" if that was asked for."""
+    return names_in("quick" if quick and text == "all" else text, {"quick": QUICK, "all": PROBLEMS}, "problem")
 
 
 def examine(method: object, problem: str | Problem, seed: int, timeout: float | None) -> Row:
     """Fit and draw, in a process that does not have the reference; measure and judge, in this one."""
-    on = problem if isinstance(problem, Problem) else fresh(problem)
+    on = problem if isinstance(problem, Problem) else named_problem(problem)
     adapter, began = as_method(method), perf_counter()
     generator = Settings(seed).generator("check draws", on.name)
     try:
-        with fitted_apart(adapter, on, seed, DRAWS, generator, timeout) as fitted, torch.no_grad():
-            measures = measure(on, fitted.theta, fitted.log_prob)
+        fitted = fit_apart(adapter, on, seed, REFERENCE, generator, timeout)
     except NotApplicable as reason:
         return Row(adapter.name, on.name, f"not applicable: {reason}", None, perf_counter() - began)
     except Failed as failure:
         words, seconds = f"no result: {failure.words}", perf_counter() - began
         return Row(adapter.name, on.name, words, None, seconds, failed=True, details=failure.details)
+    with torch.no_grad():
+        measures = measure(on, fitted.theta, fitted.log_q)
     found, words = tuple(findings(on, measures)), verdict(on, measures)
-    sketch = _sketch(on, fitted.theta)
-    return Row(adapter.name, on.name, words, not found, fitted.seconds, measures, found, sketch=sketch)
-
-
-def _sketch(on: Problem, theta: Tensor) -> Tensor | None:
-    if on.data is not None and on.data.curve:
-        levels = torch.tensor([0.05, 0.5, 0.95], dtype=theta.dtype)
-        return torch.quantile(on.outputs(theta[:2000]), levels, dim=0)
-    return theta[:400] if on.P == 2 else None
+    return Row(adapter.name, on.name, words, not found, fitted.seconds, measures, found)

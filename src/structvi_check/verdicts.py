@@ -83,16 +83,8 @@ def least_kl(m: Measures) -> float | None:
 def _points(m: Measures) -> str:
     if not zero_for_the_truth(m):
         return ""
-    what = "it gives"
-    if m.points == m.P:
-        what = "a point mass gives" if _is_one_point(m) else "all mass lies on points, which gives"
-    elif m.points:
-        what = f"{m.points} of {m.P} weights are points, which gives"
+    what = f"{m.points} of {m.P} weights are points, which gives" if m.points else "it gives"
     return f"not a posterior: {what} the true model probability zero"
-
-
-def _is_one_point(m: Measures) -> bool:
-    return m.points == m.P and m.log_variance_error == -inf and m.coverage_max == 0
 
 
 def _normalised(m: Measures) -> str:
@@ -110,19 +102,13 @@ def _normalised(m: Measures) -> str:
 def _modes(m: Measures) -> str:
     if m.modes_found is None or m.modes_there is None or m.modes_found >= m.modes_there:
         return ""
-    if m.modes_there == 1:
-        return "no mass where the posterior has its mode"
     return f"{m.modes_there - m.modes_found} of {m.modes_there} modes missing"
 
 
 def _intervals(m: Measures) -> str:
     least, most = MOST.coverage
-    narrow, wide = m.coverage_min < least, m.coverage_max > most
-    if _is_one_point(m) or not (narrow or wide):
+    wrong = [word for word, is_so in (("narrow", m.coverage_min < least), ("wide", m.coverage_max > most)) if is_so]
+    if not wrong:
         return ""
-    held = f"{percent(LEVEL)} intervals hold"
-    if narrow and wide:
-        return f"intervals too narrow and too wide: {held} {percent(m.coverage_min)} to {percent(m.coverage_max)}"
-    if narrow:
-        return f"intervals too narrow: {held} {percent(m.coverage_min)} at worst"
-    return f"intervals too wide: {held} {percent(m.coverage_max)}"
+    held = f"{percent(LEVEL)} intervals hold {percent(m.coverage_min)} to {percent(m.coverage_max)}"
+    return f"intervals too {' and too '.join(wrong)}: {held}"

@@ -12,13 +12,14 @@ from structvi.families import Family, kl
 from structvi.families.full import FullNormalDensity
 from structvi.objective import Estimator, Kind, elbo
 
-from .methods import Batched, Method
+from .methods import Batched, Method, adam
 from .optima import random_gaussians
 from .pages import NOTHING, figure
 from .processes import Starmap
 from .settings import Settings
+from .table1 import P
 
-P, RANK = 8, 4
+RANK = 4
 #: evaluations of log p in every estimate: one unscented group at this rank
 EVALUATIONS = unscented.group_size(RANK)
 COUPLINGS: dict[str, tuple[Coupling, int]] = {
@@ -30,10 +31,8 @@ COUPLINGS: dict[str, tuple[Coupling, int]] = {
 ESTIMATORS: tuple[Kind, ...] = ("path", "log_q", "entropy")
 PAIRS: list[tuple[str, Kind]] = [(name, kind) for name in COUPLINGS for kind in ESTIMATORS]
 PARTS = {"var_mean": "mean", "var_scale": "log_scale", "var_factor": "factor"}
-#: steps after which a fit is called early; late is where it ends
-EARLY = 20
-#: steps between two values of a curve
-EVERY = 10
+#: steps between two values of a curve; a fit is called early after so many, and late where it ends
+EVERY = 20
 COLOURS = {"path": "#1f5fa8", "log_q": "#c2243b", "entropy": "#8a8a8a"}
 STYLES: dict[str, Any] = dict(zip(COUPLINGS, ("dotted", "dashed", "solid", "dashdot"), strict=True))
 
@@ -64,48 +63,40 @@ def _estimator(coupling: str, kind: Kind) -> Estimator:
     return Estimator(kind, groups=groups, coupling=draw)
 
 
-def _steps(family: Family, target: Batched, settings: Settings, how: Estimator, generator: Any) -> Iterator[int]:
-    """Yield the number of steps before the first step and after every one."""
-    optimizer = torch.optim.Adam(family.parameters(), lr=settings.regression_rate, betas=settings.betas, fused=True)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.coupling_steps)
-    yield 0
-    for step in range(settings.coupling_steps):
-        optimizer.zero_grad()
-        (-elbo(family, target, estimator=how, generator=generator)).backward()
-        optimizer.step()
-        schedule.step()
-        yield step + 1
+def _fit(settings: Settings, coupling: str, kind: Kind, index: int, label: str) -> Iterator[tuple[int, Family, Any]]:
+    """Fit the structured normal; yield the steps made, the family and the stream of its draws."""
+    generator = settings.generator("couplings", label, index)  # the same start for all couplings
+    _, target = _problem(settings, index)
+    family = Method("sN-VI", RANK).recipe(1.0).bind(target.space, generator)
+    how, steps = _estimator(coupling, kind), settings.coupling_steps
+    for step in adam(family, target, how, settings, generator, steps, settings.regression_rate):
+        yield step, family, generator
 
 
 def variances(settings: Settings, index: int) -> list[dict[str, Any]]:
     """Return Σ over coordinates of the gradient's variance, at the same q for all: early and late in one fit."""
     _, target = _problem(settings, index)
-    generator = settings.generator("couplings", "variance", index)
-    family = Method("sN-VI", RANK).recipe(1.0).bind(target.space, generator)
-    parameters = dict(family.named_parameters())
-    own = [parameters[name] for name in PARTS.values()]
     rows = []
-    for step in _steps(family, target, settings, _estimator("unscented", "path"), generator):
-        if step not in (EARLY, settings.coupling_steps):
+    for step, family, generator in _fit(settings, "unscented", "path", index, "variance"):
+        if step not in (EVERY, settings.coupling_steps):
             continue
+        own = [family.get_parameter(name) for name in PARTS.values()]
         for name, kind in PAIRS:
             gradients: list[tuple[Tensor, ...]] = []
             for _ in range(settings.coupling_repeats):
                 value = elbo(family, target, estimator=_estimator(name, kind), generator=generator)
                 gradients.append(torch.autograd.grad(value, own))
             spread = [torch.stack(each).var(0).sum().item() for each in zip(*gradients, strict=True)]
-            row = {"coupling": name, "estimator": kind, "phase": "early" if step == EARLY else "late"}
+            row = {"coupling": name, "estimator": kind, "phase": "early" if step == EVERY else "late"}
             rows.append(row | dict(zip(PARTS, spread, strict=True)))
     return rows
 
 
 def curve(settings: Settings, coupling: str, kind: Kind, index: int) -> list[float]:
-    """Return KL[q‖p], the distance of the ELBO from log evidence, after every tenth step of a fit."""
-    exact, target = _problem(settings, index)
-    generator = settings.generator("couplings", "curve", index)  # the same start for all
-    family = Method("sN-VI", RANK).recipe(1.0).bind(target.space, generator)
+    """Return KL[q‖p], the distance of the ELBO from log evidence, after every `EVERY` steps of a fit."""
+    exact, _ = _problem(settings, index)
     values = []
-    for step in _steps(family, target, settings, _estimator(coupling, kind), generator):
+    for step, family, _ in _fit(settings, coupling, kind, index, "curve"):
         if step % EVERY == 0:
             with torch.no_grad():
                 values.append(kl(family(), exact).item())

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .figure2 import GRID
 from .methods import KEEP, Method
 from .pages import COLOURS, figure
 from .processes import Starmap
@@ -12,14 +13,13 @@ from .regression import RANGE, data_set, features
 from .settings import Settings
 from .table2 import fit_known
 
-#: functions of each method but MC dropout, and inputs at which they are drawn
+#: functions of each method but MC dropout
 DRAWS = 100
-POINTS = 300
 METHODS = (Method("MC dropout"), Method("sN-VI", 4), Method("exact"))
 
 
 def inputs() -> Tensor:
-    return torch.linspace(*RANGE, POINTS, dtype=torch.float64)
+    return torch.linspace(*RANGE, GRID, dtype=torch.float64)
 
 
 def compute(settings: Settings, starmap: Starmap) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The methods that the paper compares, by the names of its tables, and their stochastic fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,13 +57,9 @@ class Method:
             kind = LowRankPrecision if self.name == "sP-VI" else LowRankNormal
             normal = kind(self.rank or 0, initial_scale=start, initial_factor=1.0)
             return Mixture(normal, components=COMPONENTS) if self.name == "sGMM-VI" else normal
-        others: dict[str, Callable[[], Family]] = {
-            "MAP": MAP,
-            "MC dropout": lambda: MCDropout({dropped: KEEP}),
-            "MF-VI": lambda: MeanField(initial_scale=start),
-            "full": lambda: FullNormal(initial_scale=start),
-        }
-        return others[self.name]()
+        if self.name in ("MF-VI", "full"):
+            return (MeanField if self.name == "MF-VI" else FullNormal)(initial_scale=start)
+        return MAP() if self.name == "MAP" else MCDropout({dropped: KEEP})
 
 
 def methods(P: int, dropouts: tuple[str, ...], mixture: bool = False) -> list[Method]:
@@ -92,6 +88,22 @@ def groups_for(density: Density, evaluations: int) -> int:
     return max(1, round(evaluations / size))
 
 
+def adam(
+    family: Family, target: Batched, estimator: Estimator, settings: Settings, generator: torch.Generator, steps: int,
+    rate: float,
+) -> Iterator[int]:  # fmt: skip
+    """Maximise the ELBO; the rate falls to zero along a half cosine. Yield the number of steps so far."""
+    optimizer = torch.optim.Adam(family.parameters(), lr=rate, betas=settings.betas, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps):
+        yield step
+        optimizer.zero_grad()
+        (-elbo(family, target, estimator=estimator, generator=generator)).backward()
+        optimizer.step()
+        schedule.step()
+    yield steps
+
+
 def fit(
     method: Method,
     scale: float,
@@ -101,22 +113,16 @@ def fit(
     steps: int,
     rate: float,
 ) -> Density:
-    """Fit by Adam on fresh unscented draws; the rate falls to zero along a half cosine.
+    """Fit by Adam on fresh unscented draws.
 
     A mixture is first fitted to a flattened target, log p / T. Its parts then find all modes and divide them.
     """
     family = method.recipe(scale, "theta" if "log_noise" in target.space else "*").bind(target.space, generator)
     estimator = Estimator(groups=groups_for(family(), settings.evaluations), coupling=unscented)
-    optimizer = torch.optim.Adam(family.parameters(), lr=rate, betas=settings.betas, fused=True)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     log_p = target.function
-    for step in range(steps):
+    for step in adam(family, target, estimator, settings, generator, steps, rate):
         if method.name == "sGMM-VI":
             heat = 1 + (HOTTEST - 1) * max(0.0, 1 - 2 * step / steps)
             target.function = lambda theta, heat=heat: log_p(theta) / heat
-        optimizer.zero_grad()
-        (-elbo(family, target, estimator=estimator, generator=generator)).backward()
-        optimizer.step()
-        schedule.step()
     target.function = log_p
     return family.requires_grad_(False)()

@@ -16,37 +16,26 @@ COLOURS = {
     "sGMM-VI": "#5b3a9c",
     "exact": "#444444",
 }
-_STYLE: Any = {
-    "font.sans-serif": ["DejaVu Sans"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "svg.hashsalt": "structvi",
-    "svg.fonttype": "none",
-}
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_STYLE: Any = {"font.sans-serif": ["DejaVu Sans"], "axes.spines.top": False, "axes.spines.right": False}
 
 
 def figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
     """Return a matplotlib figure of this size in inches, and its axes; the user's matplotlib state is not touched."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):
         made = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(made)
         return made, made.subplots(rows, columns, **options)
 
 
-def picture(made: Any, kind: str = "png") -> bytes:
-    """Return the file of a figure, the same bytes at every call."""
+def picture(made: Any) -> bytes:
+    """Return the PNG file of a figure, the same bytes at every call."""
     import matplotlib as mpl
 
     buffer = BytesIO()
-    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
     with mpl.rc_context(_STYLE):
-        made.savefig(buffer, format=kind, dpi=130, metadata=metadata)
+        made.savefig(buffer, dpi=130, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -65,22 +54,14 @@ def render(template: Path, **values: Any) -> str:
     return environment.get_template(template.name).render(**values)
 
 
-def number(value: Any) -> str:
-    """Return three or four figures, and powers of ten for small numbers."""
+def number(value: float | str | None) -> str:
+    """Return four figures; texts are as they are, but for infinities."""
     if value is None:
         return "–"
     if isinstance(value, str):
         return {"inf": "+∞", "-inf": "−∞"}.get(value, value)
-    if isinstance(value, int):
-        return str(value)
-    if isinf(value):
-        return "+∞" if value > 0 else "−∞"
-    if abs(value) < NOTHING:
-        return "0"
-    if abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.0e}".split("e")
-        return f"{mantissa.replace('-', '−')}·10{str(int(exponent)).translate(_SUPERSCRIPT)}"
-    return f"{value:.{3 if abs(value) < 100 else 1}f}".replace("-", "−")
+    text = "0" if abs(value) < NOTHING else f"{value:.4g}"
+    return number(text) if isinf(value) else text.replace("-", "−")
 
 
 def plain(value: Any) -> Any:

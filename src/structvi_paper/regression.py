@@ -17,19 +17,11 @@ RANGE: tuple[float, float] = tuple(_OWN["range"])
 #: of the variant with unknown noise: σ² ~ InverseGamma(shape, rate), θ | σ² ~ N(0, ratio·σ² I)
 RATE, RATIO = SHAPE * NOISE**2, NOISE**-2
 
-DESCRIPTION: dict[str, Any] = {
-    "centres": CENTRES,
-    "range": list(RANGE),
-    "kernel_width": WIDTH * (RANGE[1] - RANGE[0]) / (CENTRES - 1),
-    "observations": OBSERVATIONS,
-    "noise": NOISE,
-}
-
 
 def features(x: Tensor) -> Tensor:
-    """Return Π_c(x): [N] → [N, 10]."""
+    """Return Π_c(x), of regularly spaced centres: [N] → [N, 10]."""
     centres = torch.linspace(*RANGE, CENTRES, dtype=x.dtype)
-    return torch.exp(-0.5 * ((x.unsqueeze(-1) - centres) / DESCRIPTION["kernel_width"]).square())
+    return torch.exp(-0.5 * ((x.unsqueeze(-1) - centres) / (WIDTH * (centres[1] - centres[0]))).square())
 
 
 class Data:

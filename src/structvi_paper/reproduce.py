@@ -74,10 +74,8 @@ def write(found: dict[str, dict[str, Any]], settings: Settings, folder: Path) ->
     results, pictures = record(found, settings), {}
     for name, part in found.items():
         if "picture" in part:
-            drawn = PARTS[name].draw(part["picture"])
-            pictures[name] = picture(drawn)
+            pictures[name] = picture(PARTS[name].draw(part["picture"]))
             (folder / f"{name}.png").write_bytes(pictures[name])
-            (folder / f"{name}.svg").write_bytes(picture(drawn, "svg"))
     tables = {name: one["rows"] for name, one in results.items() if isinstance(one, dict) and "rows" in one}
     for name, rows in tables.items():
         with open(folder / f"{name}.csv", "w", encoding="utf-8", newline="") as file:

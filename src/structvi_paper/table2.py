@@ -12,8 +12,9 @@ from structvi.families.mc_dropout import DroppedPoint
 
 from .methods import KEEP, Batched, Method, fit, methods
 from .processes import Starmap
-from .regression import CENTRES, DESCRIPTION, NOISE, NormalInverseGamma, data_set
+from .regression import CENTRES, NOISE, NormalInverseGamma, data_set
 from .settings import TABLE, Settings
+from .table1 import ranges
 
 DROPOUTS = ("MC dropout",)
 #: standard deviations start at a tenth of the prior's
@@ -30,15 +31,19 @@ def compute(settings: Settings, starmap: Starmap) -> dict[str, Any]:
     rows = []
     for row, found in known.items():
         log_q, divergence = TABLE["paper"]["table2"].get(row.label, (None, None))
-        rows.append(_line(row, found) | {"paper_log_q_true": log_q, "paper_kl_p_q": divergence})
+        own = {"paper_log_q_true": log_q, "paper_kl_p_q": divergence}
+        rows.append({"method": row.name, "rank": row.rank} | ranges(found, "log_q_true", "kl_p_q") | own)
     gaps = [one["closed_form_gap"] for one in known[Method("MC dropout")]]
-    variant = [_line(row, found) | {"noise": _median(found, "noise")} for row, found in unknown.items()]
+    variant = []
+    for row, found in unknown.items():
+        own = {"noise": _median(found, "noise")}
+        variant.append({"method": row.name, "rank": row.rank} | ranges(found, "log_q_true", "kl_p_q") | own)
     return {
         "table2": {
             "exact_log_p_true": _median(known[KNOWN[0]], "exact_log_p_true"),
             "dropout_closed_form_gap": max(gaps),
             "rows": rows,
-            "data": DESCRIPTION,
+            "data": TABLE["regression"],
         },
         "table2_unknown_noise": {
             "exact_log_p_true": _median(unknown[UNKNOWN[0]], "exact_log_p_true"),
@@ -100,14 +105,6 @@ def unknown_noise(settings: Settings, method: Method, index: int) -> dict[str, f
         "kl_p_q": (exact.log_prob(draws) - _log_q(density, draws)).mean().item(),
         "noise": noise,
     }
-
-
-def _line(method: Method, found: list[dict[str, float]]) -> dict[str, Any]:
-    line = {"method": method.name, "rank": method.rank}
-    for name in ("log_q_true", "kl_p_q"):
-        values = [one[name] for one in found]
-        line |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-    return line
 
 
 def _median(found: list[dict[str, float]], name: str) -> float:

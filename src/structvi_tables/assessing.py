@@ -14,10 +14,6 @@ from .fitting import FOLDS, TableFit
 from .reading import EXTRA, Table, TableError
 from .training import folds_of
 
-#: probabilities of scikit-learn's classifiers are at least this
-SMALLEST = 1e-7
-#: probabilities of the intervals that are compared with the share of test rows inside
-COVERAGE = (0.5, 0.8, 0.9, 0.95)
 BOOSTING = "gradient boosting"
 
 
@@ -111,7 +107,7 @@ def assess(fit: TableFit) -> Assessment:
     else:
         error = table["mean"].to_numpy() - values_of(test[target.name], "number", target.name)
         quality = float(np.sqrt(np.mean(error**2)))
-        calibration = [(level, float((np.abs(u - 0.5) <= level / 2).mean()), len(u)) for level in COVERAGE]
+        calibration = [(level, float((np.abs(u - 0.5) <= level / 2).mean()), len(u)) for level in (0.5, model.level)]
     table.insert(0, target.name, test[target.name].to_numpy(), allow_duplicates=True)
     table.insert(0, "row", fit.table.index[fit.test.numpy()].to_numpy() + 1, allow_duplicates=True)
     table["log_prob"] = log_prob
@@ -155,7 +151,9 @@ def _judged(name: str, model: Any, fit: TableFit) -> Baseline:
     predicted = getattr(model.fit(x[learned], t[learned]), method)(x[test])
     both = ((np.asarray(apart), learned), (predicted, test))
     if target.classes:
-        held_out, log_prob = (np.log(np.maximum(p[range(len(p)), t[rows]], SMALLEST)) for p, rows in both)
+        held_out, log_prob = (
+            np.log(np.maximum(p[range(len(p)), t[rows]], np.finfo(np.float32).eps)) for p, rows in both
+        )
         return Baseline(name, float(held_out.mean()), log_prob, float((predicted.argmax(1) == t[test]).mean()))
     inside, error = (target.scale * (t[rows] - p) for p, rows in both)
     sd = max(float(np.sqrt(np.mean(inside**2))), 1e-9 * target.scale)

@@ -15,7 +15,7 @@ from structvi.posterior import Posterior, variationalize_head
 
 from . import training
 from .mixture import Mixture
-from .training import Fold, network, train
+from .training import BATCH, Fold, network, train
 
 #: each noise by its name
 NOISES: dict[str, Callable[[], Likelihood]] = {
@@ -25,23 +25,18 @@ NOISES: dict[str, Callable[[], Likelihood]] = {
     "heteroscedastic Student-t": lambda: StudentT("head"),
 }
 CLASSES = "classes"
-HIDDEN = (64, 64)
+#: units of each of a network's two hidden layers
+WIDTH = 64
 #: decay of the weights of a network, and of one that is to have small ones
 DECAY, SHRINK = 0.3, 3.0
 #: the most coefficients of a linear model in closed form
 LARGEST = 700
 #: networks that get a posterior
 BEST = 2
-#: a part of the mixture with less weight is left out
-LEAST = 0.05
 #: models of the mixture are at most this many nats below the best
 BEHIND = 0.3
 #: rows that each part has for itself beforehand: few rows do not decide between models that are nearly the same
 BEFOREHAND = 5.0
-#: rows that are computed at once
-ROWS = 256
-#: steps that are timed beforehand
-TIMED = 10
 #: draws of a prediction, from each member
 DRAWS = 16
 
@@ -54,20 +49,20 @@ class Recipe:
 
     Attributes:
         encoding: "plain", numbers as they are, or "bins", each also by a line bent at the edges of its bins.
-        hidden: widths of the hidden layers; () for a model that is linear in its inputs.
+        deep: a network with two hidden layers, instead of a model that is linear in its inputs.
         noise: of `NOISES`, or "classes".
         decay: of the weights while it is trained.
     """
 
     encoding: str
-    hidden: tuple[int, ...]
+    deep: bool
     noise: str
     decay: float = DECAY
 
     def __str__(self) -> str:
         what = "additive model" if self.encoding == "bins" else "linear model"
-        if self.hidden:
-            what = f"network of {' and '.join(map(str, self.hidden))} units"
+        if self.deep:
+            what = f"network of {WIDTH} and {WIDTH} units"
             what += ", inputs in bins" if self.encoding == "bins" else ""
             what += ", small weights" if self.decay == SHRINK else ""
         return what if self.noise == CLASSES else f"{what}, {self.noise} noise"
@@ -77,7 +72,7 @@ class Recipe:
 
     def sizes(self, inputs: int, classes: int) -> list[int]:
         outputs = classes if self.noise == CLASSES else 2 if self.noise.startswith("heteroscedastic") else 1
-        return [inputs, *self.hidden, outputs]
+        return [inputs, *(WIDTH, WIDTH) * self.deep, outputs]
 
 
 @dataclass
@@ -117,7 +112,7 @@ class Problem:
         """Fit the recipe to all folds but one, in turn; a linear model has its posterior in closed form."""
         x = self.x[recipe.encoding]
         sizes = recipe.sizes(x.shape[1], self.classes)
-        if not recipe.hidden and (sizes[0] + 1) * sizes[1] <= LARGEST and recipe.noise in ("Gaussian", CLASSES):
+        if not recipe.deep and (sizes[0] + 1) * sizes[1] <= LARGEST and recipe.noise in ("Gaussian", CLASSES):
             posteriors = [self._linear(recipe, sizes, k) for k in range(len(self.folds))]
             return self._judged(Part(recipe, torch.zeros(0), posteriors))
         noise, held_out = recipe.likelihood(), torch.full((len(self.t),), torch.nan)
@@ -131,8 +126,8 @@ class Problem:
         """Return the time of all steps of a recipe, from a few of them."""
         x, noise, start = self.x[recipe.encoding], recipe.likelihood(), perf_counter()
         sizes = recipe.sizes(x.shape[1], self.classes)
-        train(x, self.t, self.folds, noise, sizes, recipe.decay, self.seed, TIMED)
-        return (perf_counter() - start) / TIMED * training.STEPS
+        train(x, self.t, self.folds, noise, sizes, recipe.decay, self.seed, training.LOOK)
+        return (perf_counter() - start) / training.LOOK * training.STEPS
 
     def _linear(self, recipe: Recipe, sizes: list[int], k: int) -> Posterior:
         rows, net = self.folds[k].train, network(sizes, stream(self.seed + k))
@@ -152,12 +147,12 @@ class Problem:
         return self._judged(part)
 
     def _batches(self, recipe: Recipe, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [(self.x[recipe.encoding][some], self.t[some]) for some in rows.split(ROWS)]
+        return [(self.x[recipe.encoding][some], self.t[some]) for some in rows.split(BATCH)]
 
     def _judged(self, part: Part) -> Part:
         part.held_out = torch.full((len(self.t),), torch.nan)
         for posterior, fold in zip(part.posteriors, self.folds, strict=True):
-            for rows in fold.held.split(ROWS):
+            for rows in fold.held.split(BATCH):
                 x = self.x[part.recipe.encoding][rows]
                 predictive = posterior.predict(x, draws=2 * DRAWS, generator=stream(self.seed))
                 part.held_out[rows] = predictive.log_prob(self.t[rows]).reshape(-1)
@@ -191,17 +186,17 @@ def chosen(problem: Problem, say: Say, noise: str = "auto") -> tuple[list[Part],
         noise: one of `NOISES`, or "auto".
     """
     noises = [CLASSES] if problem.classes else list(NOISES) if noise == "auto" else [noise]
-    recipes = [Recipe(encoding, (), noises[0]) for encoding in ("plain", "bins")]
-    recipes += [Recipe("plain", (), kind) for kind in noises[1:2]]
-    recipes += [Recipe("bins", HIDDEN, kind) for kind in noises]
-    recipes += [Recipe("bins", HIDDEN, CLASSES, SHRINK)] if problem.classes else []
-    networks = [recipe for recipe in recipes if recipe.hidden]
+    recipes = [Recipe(encoding, False, noises[0]) for encoding in ("plain", "bins")]
+    recipes += [Recipe("plain", False, kind) for kind in noises[1:2]]
+    recipes += [Recipe("bins", True, kind) for kind in noises]
+    recipes += [Recipe("bins", True, CLASSES, SHRINK)] if problem.classes else []
+    networks = [recipe for recipe in recipes if recipe.deep]
     most = (len(networks) + 1) * problem.seconds(networks[0])
     about = f"{most / 60:.0f} minutes" if most > 100 else f"{max(10, round(most, -1)):.0f} seconds"
     say(f"Training takes about {about} at most; it stops where the folds gain nothing more.")
     parts = [problem.tried(recipe) for recipe in recipes]
-    best = max((part for part in parts if part.recipe.hidden), key=lambda part: part.density)
-    parts.append(problem.tried(Recipe("plain", HIDDEN, best.recipe.noise)))
+    best = max((part for part in parts if part.recipe.deep), key=lambda part: part.density)
+    parts.append(problem.tried(Recipe("plain", True, best.recipe.noise)))
     parts.sort(key=lambda part: -part.density)
     for part in parts:
         say(f"tried: {part.recipe}, held-out log density {part.density:.3f} nats a row")
@@ -210,11 +205,9 @@ def chosen(problem: Problem, say: Say, noise: str = "auto") -> tuple[list[Part],
     top = max(part.density for part in near)
     near = [problem.placed(part) for part in near if part.density > top - BEHIND]
     near = [part for part in near if part.density > -inf]
-    weights = weights_of(torch.stack([part.held_out for part in near]).double())
-    heavy = [(part, float(weight)) for part, weight in zip(near, weights, strict=True) if weight >= LEAST]
-    for part, weight in heavy:
-        part.weight = weight / sum(weight for _, weight in heavy)
-    mixture = sorted((part for part, _ in heavy), key=lambda part: -part.weight)
+    for part, weight in zip(near, weights_of(torch.stack([part.held_out for part in near]).double()), strict=True):
+        part.weight = float(weight)
+    mixture = sorted(near, key=lambda part: -part.weight)
     for part in mixture:
         say(f"in the mixture, weight {part.weight:.2f}: {part.recipe}")
     return mixture, sorted(parts, key=lambda part: -part.density)

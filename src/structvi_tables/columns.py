@@ -3,10 +3,9 @@
 Own code instead of scikit-learn's transformers: a model is saved as JSON, and nothing that a file says is ever run.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -19,20 +18,14 @@ from .reading import Table, TableError, Values, listed, pandas_module
 Rows = Mapping[str, np.ndarray]
 #: bins of a number, and of all numbers together: with more columns each gets fewer
 BINS, MOST_BINS = 32, 800
-#: levels of a category with an input each, and rows that such a level must have
-LEVELS, FEWEST = 30, 3
+#: levels of a category with an input each, the most frequent
+LEVELS = 30
 #: standard deviations: a column with values beyond is read on the scale of sinh⁻¹
 FAR = 10.0
-LARGEST = 1e100
 #: values that stand for one that is missing for the first time
 FILLS = 16
 AS_NUMBERS = "digits and a point alone, 12345.6, without units and signs of thousands"
 ISO = "ISO8601"
-#: forms of dates that are tried, month/day before day/month
-FORMS = (ISO, *(day + time for day, time in product(
-    ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%d-%m-%Y", "%m/%d/%y", "%d/%m/%y"),
-    ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p"),
-)))  # fmt: skip
 
 
 @dataclass
@@ -43,7 +36,7 @@ class Column:
         kind: "number", "date" (days since 1970) or "category".
         centre, scale: of z = (x − centre)/scale; with `squash` of z = sinh⁻¹((x − centre)/scale).
         edges: of the bins of z.
-        levels: with an input each; all others share the input "other" where `other`, or none.
+        levels: with an input each; all others have none.
         missing: whether missing values occurred, and have an input of their own.
         form: of dates that are texts.
         low, high: ends of the values that were fitted.
@@ -57,7 +50,6 @@ class Column:
     squash: bool = False
     edges: list[float] = field(default_factory=list)
     levels: list[str] = field(default_factory=list)
-    other: bool = False
     missing: bool = False
     form: str = ""
     low: float = 0.0
@@ -67,10 +59,8 @@ class Column:
     def __str__(self) -> str:
         gaps = ", some missing" if self.missing else ""
         if self.kind == "category":
-            return f"{self.name!r}: category, {len(self.levels)} levels{' and others' if self.other else ''}{gaps}"
-        form = self.form.split(" ")[0]
-        for code, word in {"%d": "day", "%m": "month", "%Y": "year", "%y": "year"}.items():
-            form = form.replace(code, word)
+            return f"{self.name!r}: category, {len(self.levels)} levels{gaps}"
+        form = self.form.replace("%d", "day").replace("%m", "month").replace("%Y", "year").split(" ")[0]
         read = f", read as {form}" if form not in ("", ISO) else ""
         squashed = ", with values far out: read on a logarithmic scale" if self.squash else ""
         return f"{self.name!r}: {self.kind}{read}{gaps}{squashed}"
@@ -99,8 +89,6 @@ class Column:
         gone = self.gone(values)
         if self.kind == "category":
             parts = [values == level for level in self.levels]
-            if self.other:
-                parts.append(~np.isin(values, [*self.levels, ""]))
         else:
             parts = [np.where(gone, 0.0, self.z(values))]
         parts += [gone] if self.missing else []
@@ -115,15 +103,13 @@ class Column:
         return np.clip((z - low) / (high - low), 0.0, 1.0) - 0.5
 
     def is_sound(self) -> bool:
-        numbers, texts = [self.centre, self.scale, self.low, self.high, *self.edges], [self.name, *self.levels]
-        (texts if self.kind == "category" else numbers).extend(self.fills)
+        fills = [] if self.kind == "category" else self.fills
+        numbers = np.array([self.centre, self.scale, self.low, self.high, *self.edges, *fills], dtype=float)
         return (
             self.kind in ("number", "date", "category")
-            and all(isinstance(x, int | float) and isfinite(x) for x in numbers)
-            and all(isinstance(text, str) for text in texts)
+            and bool(np.isfinite(numbers).all())
             and self.scale > 0
             and len(self.fills) in (0, FILLS)
-            and self.form in ("", *FORMS)
         )
 
 
@@ -136,108 +122,78 @@ def values_of(series: Values, kind: str, name: str, form: str = "") -> np.ndarra
         text = series.astype(str).str.strip()
         return np.where(series.isna().to_numpy(), "", text.to_numpy(dtype=object)).astype(str)
     if kind == "date":
-        return _days(series, form, name)
-    if not pandas.api.types.is_numeric_dtype(series) or pandas.api.types.is_bool_dtype(series):
-        number = pandas.to_numeric(series, errors="coerce").astype(float)
-        bad = series[number.isna() & series.notna()]
-        if len(bad):
-            raise TableError(_text_in_numbers(name, bad))
-        series = number
-    x = series.to_numpy(dtype=np.float64, na_value=np.nan)
-    wrong = np.abs(x) > LARGEST
-    if wrong.any():
-        what = "infinite values" if np.isinf(x).any() else f"numbers beyond {LARGEST:g}"
+        read = series if pandas.api.types.is_datetime64_any_dtype(series) else _parsed(series, form)
+        wanted = "dates of one form, such as 2024-12-31"
+        numbers = (read.dt.tz_localize(None) - pandas.Timestamp(0)) / pandas.Timedelta(days=1)
+    else:
+        wanted = f'numbers; of a category give --category "{name}"'
+        numbers = pandas.to_numeric(series, errors="coerce").astype(float)
+        numbers = numbers.where(numbers.abs() <= np.finfo(np.float32).max)
+    bad = series[numbers.isna() & series.notna()]
+    if len(bad):
+        shown = ", ".join(f"{str(value)!r} in row {row + 1}" for row, value in bad.head().items())
         raise TableError(
-            f"column {name!r} has {what}, the first in row {int(np.argmax(wrong)) + 1}: correct them, or leave these "
-            "fields empty (they then count as missing)"
+            f"column {name!r} has {len(bad)} fields that cannot be read: {shown}. Correct them, or leave them empty "
+            f"(missing); it must have {wanted}"
         )
-    return x
-
-
-def _text_in_numbers(name: str, bad: Values) -> str:
-    shown = ", ".join(f"{str(value)!r} in row {row + 1}" for row, value in bad.head().items())
-    return (
-        f"column {name!r} has numbers and {len(bad)} fields that are none: {shown}. Correct them, or leave them empty "
-        f'(missing); for a category, --category "{name}"'
-    )
+    return numbers.to_numpy(dtype=np.float64, na_value=np.nan)
 
 
 def form_of(series: Values) -> str:
     """Return the form of a column of dates; "" where not every text is a date of one form.
+
+    Of dates that can be read in both ways those with points have the day first, the others the month.
 
     Example:
         >>> import pandas
         >>> form_of(pandas.Series(["03.12.2024 08:30", "31.12.2024 17:00"])), form_of(pandas.Series(["a", "b"]))
         ('%d.%m.%Y %H:%M', '')
     """
+    from pandas.tseries.api import guess_datetime_format
+
     if pandas_module().api.types.is_datetime64_any_dtype(series):
         return ISO
     text = series.dropna().astype(str).str.strip()
-    if not len(text) or not text.str.match(r"^\d{1,4}[./-]\d{1,2}[./-]\d{1,4}").all():
+    if not len(text) or not text.str.match(r"^\d{1,4}[./-]\d{1,2}[./-]\d{4}|^\d{4}[./-]\d{1,2}[./-]\d{1,2}").all():
         return ""
-    return next((form for form in FORMS if _fits(text.head(50), form) and _fits(text, form)), "")
+    has_points = "." in text.iloc[0][:3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the order that was not asked for
+        guesses = [guess_datetime_format(text.iloc[0], dayfirst=first) for first in (has_points, not has_points)]
+    return next((form for form in (ISO, *guesses) if form and _parsed(text, form).notna().all()), "")
 
 
-def _fits(text: Values, form: str) -> bool:
-    return bool(pandas_module().to_datetime(text, errors="coerce", format=form, utc=True).notna().all())
-
-
-def _days(series: Values, form: str, name: str) -> np.ndarray:
-    """Return days since 1970, NaN where missing; new rows have the form of the table, or ISO 8601."""
-    pandas = pandas_module()
-    if not pandas.api.types.is_datetime64_any_dtype(series):
-        text = series.astype(str).str.strip().where(series.notna())
-        known = next((one for one in (form, ISO) if _fits(text.dropna(), one)), None)
-        if known is None:
-            first = next(one for one in text.dropna() if not _fits(pandas.Series([one]), form))
-            raise TableError(
-                f"column {name!r} had dates when the model was fitted, and now not all of it are, or not in one "
-                f"form; look at {first!r}. Write them as 2024-12-31, or leave the fields empty"
-            )
-        series = pandas.to_datetime(text, format=known, utc=True)
-    found = (series.dt.tz_localize(None) - pandas.Timestamp(0)) / pandas.Timedelta(days=1)
-    return found.to_numpy(dtype=np.float64, na_value=np.nan)
+def _parsed(text: Values, form: str) -> Values:
+    """Return times, missing where a text has another form."""
+    texts = text.astype(str).str.strip().where(text.notna())
+    return pandas_module().to_datetime(texts, errors="coerce", format=form, utc=True)
 
 
 def kind_of(series: Values, name: str, rows: int) -> tuple[str, str]:
     """Return ("number", "date" or "category", "") or ("", why the column is left out)."""
     pandas = pandas_module()
     present = series.dropna()
-    if not len(present):
-        return "", "all values are missing"
-    if any(isinstance(value, list | dict | tuple | np.ndarray | bytes) for value in present.head(100)):
-        return "", "its fields are lists or other objects: give each number a column of its own"
     text = present.astype(str).str.strip()
     distinct = text.nunique()
-    if distinct == 1:
-        return "", "it has one value only"
+    if distinct < 2:
+        return "", "it has one value only" if distinct else "all values are missing"
     if pandas.api.types.is_bool_dtype(series):
         return "category", ""
-    number = None if pandas.api.types.is_datetime64_any_dtype(series) else pandas.to_numeric(present, errors="coerce")
-    if number is not None and bool(number.notna().all()):
-        return _kind_of_numbers(number.to_numpy(dtype=np.float64), name, rows)
-    if number is not None and number.notna().mean() >= 0.5 and number.nunique() > LEVELS:
-        raise TableError(_text_in_numbers(name, present[number.isna()]))
     if form_of(series):
         return "date", ""
+    number = pandas.to_numeric(present, errors="coerce")
+    if bool(number.notna().all()):
+        last = name.lower().strip("_ ").split("_")[-1]
+        is_key = last in ("id", "index", "key", "nr") or bool((number.diff()[1:] == 1).all())
+        if is_key and distinct == rows > LEVELS and bool((number % 1 == 0).all()):
+            return "", "it counts the rows, or is an identifier by its name and its values, all different"
+        return "number", ""
+    if number.notna().mean() >= 0.5 and number.nunique() > LEVELS:
+        return "number", ""  # and an error where it is read
     if distinct > max(LEVELS, 0.5 * len(present)):
         own = f"nearly every row has a text of its own, such as {text.iloc[0]!r}"
         return "", f"{own}: an identifier or free text; of dates write 2024-12-31, of numbers {AS_NUMBERS}"
     return "category", ""
-
-
-def _kind_of_numbers(values: np.ndarray, name: str, rows: int) -> tuple[str, str]:
-    if not np.isfinite(values).all():
-        return "number", ""  # and an error where it is read
-    if np.ptp(values) == 0:
-        return "", "its numbers are so large that they cannot be told apart: an identifier"
-    if len(values) == rows and rows > LEVELS and (values % 1 == 0).all():
-        if (np.diff(values) == 1).all():
-            return "", "it counts the rows"
-        last = name.lower().strip("_ ").split("_")[-1]
-        if len(np.unique(values)) == rows and last in ("id", "index", "key", "nr"):
-            return "", "by its name and its values, all different, it is an identifier"
-    return "number", ""
 
 
 def fitted(name: str, kind: str, values: np.ndarray, bins: int, form: str = "") -> Column:
@@ -251,8 +207,7 @@ def fitted(name: str, kind: str, values: np.ndarray, bins: int, form: str = "") 
     if kind == "category":
         levels, counts = np.unique(present, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:LEVELS]
-        column.levels = [str(levels[i]) for i in order if counts[i] >= min(FEWEST, len(present))]
-        column.other = len(column.levels) < len(levels)
+        column.levels = [str(levels[i]) for i in order]
         return column
     column.low, column.high = float(present[0]), float(present[-1])
     column.centre, scale, column.squash = centre_and_scale(present)
@@ -341,8 +296,8 @@ class Columns:
 
     @classmethod
     def from_record(cls, record: Any) -> "Columns":
-        """Read what `record` gives, from JSON; TableError where it is something else."""
+        """Read what `asdict` gave, from JSON; ValueError or TypeError where it is something else."""
         columns = [Column(**one) for one in record["each"]]
         if not columns or not all(column.is_sound() for column in columns):
-            raise TableError("the model's description of its columns is damaged")
+            raise ValueError("a column that is not known")
         return cls(columns, {str(name): str(why) for name, why in record["left_out"].items()})

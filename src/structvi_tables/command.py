@@ -13,7 +13,7 @@ from .assessing import Assessment, assess
 from .choosing import Say
 from .fitting import TableFit, fit_table, silent
 from .model import TableModel, save_files
-from .reading import TableError, read_table
+from .reading import read_table
 
 #: files beside model.json and the posteriors
 REPORT, PREDICTIONS = "report.html", "predictions.csv"
@@ -67,8 +67,9 @@ class Fitted:
         if self.fit.model.target.classes:
             lines.append(f"{100 * found.quality:.1f} % of the test rows are told right.")
         else:
-            held = next(f"{100 * share:.0f} %" for level, share, _ in found.calibration if level == 0.9)
-            lines.append(f"The typical error (RMSE) is {found.quality:.4g}; 90 % intervals hold {held} of test rows.")
+            level, share, _ = found.calibration[-1]
+            held = f"{100 * level:.0f} % intervals hold {100 * share:.0f} % of test rows"
+            lines.append(f"The typical error (RMSE) is {found.quality:.4g}; {held}.")
         return "\n".join(lines)
 
     def page(self) -> str:
@@ -98,8 +99,5 @@ def predict_file(folder: Path, path: Path, out: Path | None, encoding: str = "ut
         )
     text = found.to_csv(index=False, float_format="%.8g")
     if out is not None:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise TableError(f"cannot write {out}: {error.strerror or error}") from None
+        out.write_text(text, encoding="utf-8")
     return text, notes

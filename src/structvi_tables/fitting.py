@@ -45,13 +45,6 @@ class TableFit:
     tried: list[Part]
     notes: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        mixed = ", ".join(f"{one.weight:.2f} {one.recipe}" for one in self.tried if one.weight > 0)
-        rows = f"{len(self.fit)} rows fitted, {len(self.test)} kept for the test"
-        return f"{self.model.target.name!r} predicted as {self.model.target.task}: {rows}\nmixed: {mixed}"
-
-    __repr__ = __str__  # a notebook shows what print does
-
     @property
     def test_table(self) -> Table:
         return self.table.iloc[self.test.numpy()].reset_index(drop=True)
@@ -153,12 +146,9 @@ def _code(series: Values, name: str) -> list[str]:
     """Say where -9, -99, .. or 99, 999, .. is far from all other numbers: it may stand for a missing value."""
     if not pandas_module().api.types.is_numeric_dtype(series):
         return []
-    x = np.asarray(series.dropna().astype(float))
-    for code in np.unique(x[[re.fullmatch(r"-9+|99+", f"{value:g}") is not None for value in x]]):
-        count, others = int((x == code).sum()), x[x != code]
-        if count < 3 or len(others) < 3:
-            continue
-        low, high = others.min(), others.max()
-        if min(abs(code - low), abs(code - high)) > max(high - low, 1) and not low <= code <= high:
+    x = np.unique(series.dropna().astype(float))
+    for code, others in ((x[0], x[1:]), (x[-1], x[:-1])):
+        if re.fullmatch("-9+|99+", f"{code:g}") and len(others) > 1 and np.abs(others - code).min() > np.ptp(others):
+            count = int((series == code).sum())
             return [f"{name!r} is {code:g} in {count} rows, far from all others: if it means missing, leave it empty."]
     return []

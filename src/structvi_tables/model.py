@@ -14,16 +14,16 @@ from structvi.loading import load
 from structvi.util import __version__
 from structvi.util.folder_files import write_together
 
-from .choosing import CLASSES, NOISES, ROWS, Part, Recipe, mixed
+from .choosing import CLASSES, NOISES, Part, Recipe, mixed
 from .columns import Columns
 from .mixture import Mixture
 from .reading import Table, TableError, as_table, listed, pandas_module
 from .target import Target
-from .training import network
+from .training import BATCH, network
 
-KIND, FORMAT, FILE = "structvi table", 3, "model.json"
-#: largest description, largest width of a layer
-MOST_BYTES, MOST_WIDTH = 50_000_000, 4096
+KIND, FILE = "structvi table", "model.json"
+#: bytes of the largest description
+MOST_BYTES = 50_000_000
 
 
 @dataclass(repr=False)
@@ -52,8 +52,8 @@ class TableModel:
         rows = self.columns.values(table)
         gaps = self.columns.gaps(rows).any(1)
         for places, has_gaps in ((np.flatnonzero(~gaps), False), (np.flatnonzero(gaps), True)):
-            for start in range(0, len(places), ROWS):
-                some = places[start : start + ROWS]
+            for start in range(0, len(places), BATCH):
+                some = places[start : start + BATCH]
                 own = {name: values[some] for name, values in rows.items()}
                 copies = self.columns.filled(own, self.seed) if has_gaps else [own]
                 each = [mixed(self.parts, self.columns.inputs(copy), self.seed + d) for d, copy in enumerate(copies)]
@@ -112,8 +112,8 @@ class TableModel:
             for part in self.parts
         ]
         record = {
-            "kind": KIND, "format": FORMAT, "version": __version__, "target": asdict(self.target),
-            "columns": asdict(self.columns), "parts": parts, "level": self.level, "seed": self.seed,
+            "kind": KIND, "version": __version__, "target": asdict(self.target), "columns": asdict(self.columns),
+            "parts": parts, "level": self.level, "seed": self.seed,
         }  # fmt: skip
         (folder / FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
 
@@ -125,21 +125,17 @@ class TableModel:
             TableError: the folder has no model, or a damaged one.
         """
         path = Path(folder) / FILE
-        if not path.is_file():
-            raise TableError(f"{folder} has no {FILE}: give the folder that `structvi fit --out` wrote")
-        if path.stat().st_size > MOST_BYTES:
-            raise TableError(f"{path} is too large to be a model's description")
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            raise TableError(f"{folder} has no {FILE} of a model: give the folder that `structvi fit --out` wrote")
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            if record.get("kind") != KIND or record.get("format") != FORMAT:
-                raise TableError(f"{path} is no table model of this format: fit it again with structvi {__version__}")
+            if record["kind"] != KIND:
+                raise ValueError("it is no table model")
             columns, target = Columns.from_record(record["columns"]), Target.from_record(record["target"])
             described = [_described(one) for one in record["parts"]]
             level, seed = float(record["level"]), int(record["seed"])
             if not 0 < level < 1 or abs(sum(weight for _, weight, _ in described) - 1) > 1e-6:
-                raise TableError(f"{path} is damaged: its level or weights are none")
-        except TableError:
-            raise
+                raise ValueError("its level or weights are none")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TableError(f"{path} is damaged ({type(error).__name__}: {error}): fit the table again") from None
         none = {c.name: np.zeros(0, dtype=str if c.kind == "category" else float) for c in columns.each}
@@ -162,9 +158,8 @@ def save_files(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def _described(one: Any) -> tuple[Recipe, float, int]:
-    recipe = Recipe(**one["recipe"] | {"hidden": tuple(one["recipe"]["hidden"])})
-    widths = all(isinstance(width, int) and 0 < width <= MOST_WIDTH for width in recipe.hidden)
-    known = recipe.encoding in ("plain", "bins") and recipe.noise in (*NOISES, CLASSES) and widths
-    if not known or not isinstance(one["members"], int) or one["members"] < 1:
+    recipe = Recipe(**one["recipe"])
+    known = recipe.encoding in ("plain", "bins") and recipe.noise in (*NOISES, CLASSES)
+    if not known or not isinstance(recipe.deep, bool) or not isinstance(one["members"], int) or one["members"] < 1:
         raise ValueError("a part that is not known")
     return recipe, float(one["weight"]), one["members"]

@@ -12,8 +12,8 @@ from .columns import AS_NUMBERS, centre_and_scale, kind_of, values_of
 from .reading import Table, TableError, Values, listed, pandas_module
 
 TASKS = ("auto", "regression", "classification")
-#: rows that a table needs, classes that it may have, rows that each class needs
-FEWEST_ROWS, MOST_CLASSES, FEWEST_OF_CLASS = 30, 50, 5
+#: rows that a table needs, and rows that each class needs
+FEWEST_ROWS, FEWEST_OF_CLASS = 30, 5
 #: the most whole numbers 0, 1, .. or 1, 2, .. that are taken for classes, if each has rows enough for one
 FEW_NUMBERS = 10
 
@@ -56,29 +56,23 @@ class Target:
         numbers = isfinite(target.centre) and isfinite(target.scale) and target.scale > 0
         names = all(isinstance(name, str) for name in (target.name, *target.classes))
         if not (numbers and names and (len(target.classes) >= 2) == (target.task == "classification")):
-            raise TableError("the model's description of its target is damaged")
+            raise ValueError("a target that is not known")
         return target
 
 
 def with_target(table: Table, name: str, notes: list[str]) -> Table:
     """Return the rows in which the target is there."""
     if name not in table.columns:
-        near = [column for column in table.columns if column.lower().strip() == name.lower().strip()]
-        more = " (names are told apart by case)" if near else ""
-        raise TableError(
-            f"there is no column {name!r} to predict: --target must be one of {listed(near or table.columns)}{more}"
-        )
+        raise TableError(f"there is no column {name!r} to predict: --target must be one of {listed(table.columns)}")
     there = table[name].notna()
     gone = int((~there).sum())
-    if gone == len(table):
-        raise TableError(f"the target {name!r} has no values at all: is it the right column?")
     if gone:
         notes.append(f"{gone} rows without a value of {name!r} were left out.")
         table = table[there]  # with the row numbers of the file as its index
     if len(table) < FEWEST_ROWS:
         raise TableError(
-            f"the table has {len(table)} rows with a target, and {FEWEST_ROWS} are the fewest of which anything can be "
-            "learned and checked: collect more, or look at the rows themselves"
+            f"the table has {len(table)} rows with a value of {name!r}, and {FEWEST_ROWS} are the fewest of which "
+            "anything can be learned and checked: is it the right column? If so, collect more"
         )
     return table
 
@@ -101,11 +95,6 @@ def target_of(table: Table, name: str, task: str, notes: list[str]) -> Target:
         values_of(series, "number", name)  # TableError where they are none
         return Target(name, task)
     words, counts = np.unique(values_of(series, "category", name), return_counts=True)
-    if len(words) > MOST_CLASSES:
-        raise TableError(
-            f"the target {name!r} has {len(words)} classes, at most {MOST_CLASSES} are taken: merge some; of "
-            f"amounts write {AS_NUMBERS}, and give --task regression"
-        )
     rare = [f"{str(words[i])!r} ({counts[i]} rows)" for i in np.flatnonzero(counts < FEWEST_OF_CLASS)]
     if rare:
         raise TableError(
@@ -116,20 +105,17 @@ def target_of(table: Table, name: str, task: str, notes: list[str]) -> Target:
 
 
 def _task_of(series: Values, name: str) -> tuple[str, str]:
+    """Return the task, and why."""
     types = pandas_module().api.types
-    if types.is_bool_dtype(series):
-        return "classification", "its values are true and false"
-    if not types.is_numeric_dtype(series):
+    if types.is_bool_dtype(series) or not types.is_numeric_dtype(series):
         kind, _ = kind_of(series, name, len(series))
         if kind == "date":
             raise TableError(f"the target {name!r} has dates: make them numbers, such as days until then, first")
-        if kind == "number":
-            return "regression", "its values are numbers"
-        return "classification", "its values are words"
+        return ("regression", "its values are numbers") if kind == "number" else ("classification", "it has words")
     values, counts = np.unique(values_of(series, "number", name), return_counts=True)
     if len(values) == 2:
         return "classification", "it has two values"
-    whole = bool((values % 1 == 0).all()) and values[0] in (0.0, 1.0) and values[-1] - values[0] == len(values) - 1
+    whole = values[0] in (0.0, 1.0) and (np.diff(values) == 1).all()
     if whole and len(values) <= FEW_NUMBERS and counts.min() >= FEWEST_OF_CLASS:
         return "classification", f"its values are the whole numbers {values[0]:g} to {values[-1]:g}"
     return "regression", f"it has {len(values)} different numbers"

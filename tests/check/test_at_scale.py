@@ -28,12 +28,12 @@ class Prior:
 
 def test_the_prior_is_measured_as_what_it_is():
     truth = teacher(width=6, size=40, test=200, seed=3)
-    row = at_scale.examine(Prior(), truth, seed=0)
+    row, data = at_scale.examine(Prior(), truth, seed=0), truth.problem.data
     theta = torch.randn(
         at_scale.DRAWS, truth.problem.P, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    y = truth.data.outputs(theta, truth.data.x)
-    likelihood = truth.data.likelihood(y, truth.data.t.flatten().expand_as(y)).sum(-1).mean()
+    y = data.outputs(theta, data.x)
+    likelihood = data.likelihood(y, data.t.flatten().expand_as(y)).sum(-1).mean()
     assert row.elbo == pytest.approx(float(likelihood))
     # intervals of the prior are far wider than 90 % of one truth needs
     assert row.coverage > 0.8

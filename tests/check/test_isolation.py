@@ -53,13 +53,6 @@ class Raising(Prior):
         raise RuntimeError("it\ndoes not work")
 
 
-class Leaving(Prior):
-    name = "leaving"
-
-    def draw(self, n, generator):
-        raise SystemExit(3)
-
-
 class Hanging(Prior):
     """Not to be ended by asking, and with a process of its own."""
 
@@ -76,13 +69,6 @@ class Hanging(Prior):
 
 class Dying(Prior):
     name = "dying"
-
-    def fit(self, problem, seed):
-        os._exit(7)
-
-
-class DyingInDensity(Prior):
-    name = "dying in density"
 
     def log_prob(self, theta):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -110,15 +96,13 @@ def test_a_method_does_not_get_the_answer():
 
 
 def test_methods_that_fail_are_rows_and_the_others_go_on(tmp_path):
-    methods = [Raising(), Leaving(), Hanging(), Dying(), DyingInDensity(), Prior()]
-    report = run(methods, ["gaussian-2-1", "correlated"], timeout=LIMIT)
+    methods = [Raising(), Hanging(), Dying(), Prior()]
+    report = run(methods, ["bimodal", "correlated"], timeout=LIMIT)
     died = "no result: its process died before it was done, as it does when there is not enough memory"
     says = {
         "raising": "no result: RuntimeError: it does not work",
-        "leaving": "no result: SystemExit: 3",
         "hanging": "no result: not finished after 2 s: it was ended",
         "dying": died,
-        "dying in density": died,
     }
     for name in report.problems:
         for method, words in says.items():
@@ -127,30 +111,11 @@ def test_methods_that_fail_are_rows_and_the_others_go_on(tmp_path):
             assert (row.bayesian, row.grade, row.failed, row.measures) == (None, "failed", True, None)
         assert report["prior", name].measures is not None
     assert "in fit" in report["raising", "correlated"].details
-    assert "raising: Bayesian on 0 of 2 problems, no result on 2" in report.summary()
+    assert "raising: failed on 2" in report.summary()
     assert subprocess.run(["pgrep", "-f", "sleep 86399.25"], capture_output=True, text=True).stdout == ""
     report.save(tmp_path)
     assert "no result: RuntimeError: it does not work" in (tmp_path / "check.html").read_text()
     assert '"grade": "failed"' in (tmp_path / "check.json").read_text()
-
-
-@pytest.mark.slow
-def test_a_parent_with_threads_is_forked():
-    """Of several threads only the one that forks goes on in the child: torch there must not wait for the others."""
-    code = """
-import torch
-torch.set_num_threads(4)
-torch.randn(600, 600) @ torch.randn(600, 600)
-torch.linalg.svd(torch.randn(300, 300))
-import structvi as vi
-import structvi_check
-family = vi.FullNormal()
-report = structvi_check.run([family, structvi_check.Ours(lambda p: family, "lambda")], "gaussian-10-100", timeout=60)
-print([row.bayesian for row in report.rows])
-"""
-    environment = os.environ | {"OMP_NUM_THREADS": "4"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
-    assert done.stdout == "[True, True]\n", done.stderr
 
 
 INTERRUPTED = """

@@ -8,7 +8,7 @@ from torch.distributions import Normal
 
 import structvi as vi
 from structvi_check import PROBLEMS, Problem, problem, run
-from structvi_check.joint import ALARM, joint_error, noise
+from structvi_check.joint import joint_error
 from structvi_check.verdicts import MOST
 from structvi_paper import figure2
 
@@ -100,23 +100,8 @@ def test_the_draws_of_a_sampler_give_no_alarm(name):
 
 def test_many_small_errors_are_seen():
     """Variances by turns 1.35 and 1/1.35 times the right ones: every interval passes, and the radius is right."""
-    on = problem("gaussian-50-100")
+    on = problem("gaussian-50-10000")
     variances, axes = torch.linalg.eigh(on.modes[0].covariance())
     factor = 1.35 ** torch.tensor([1.0, -1.0], **F64).repeat(25)
     z = torch.randn(N, 50, generator=torch.Generator().manual_seed(3), **F64)
     assert joint_error(on, on.modes[0].mean + (z * (factor * variances).sqrt()) @ axes.mT) > 0.3
-
-
-def test_noise_bounds_the_errors_of_samples():
-    """Of uniform samples sup |F_n − F_R| is within the noise, and not far below: a tenth at the least."""
-    generator = torch.Generator().manual_seed(0)
-    levels = torch.linspace(0, 1, 200, **F64)
-    largest = 0.0
-    for _ in range(200):
-        shares = [
-            torch.searchsorted(torch.rand(size, generator=generator, **F64).sort().values, levels) / size
-            for size in (1000, 400)
-        ]
-        largest = max(largest, (shares[0] - shares[1]).abs().max().item())
-    assert 0.1 < largest / noise(2, 1000, 400) < 1
-    assert ALARM == 1e-6

@@ -10,9 +10,7 @@ import torch
 
 import structvi as vi
 from structvi import cli
-from structvi_check import PROBLEMS, Adapter, NotApplicable, Problem, run
-from structvi_check.peers import PEERS
-from structvi_check.suite import QUICK, method_names, problem_names
+from structvi_check import Adapter, NotApplicable, Problem, run
 
 
 class Prior:
@@ -39,12 +37,10 @@ def command(monkeypatch, capsys, *arguments):
 
 def test_a_method_of_the_users_own():
     assert isinstance(Prior(), Adapter)
-    report = run(Prior(), ["correlated", "gaussian-10-1"])
-    assert [row.problem for row in report.rows] == ["correlated", "gaussian-10-1"]
+    report = run(Prior(), ["correlated", "bimodal"])
+    assert [row.problem for row in report.rows] == ["correlated", "bimodal"]
     assert report["prior", "correlated"].grade == "off"
     assert report["prior", "correlated"].measures.kl_p_q is None
-    with pytest.raises(KeyError, match="no row"):
-        report["prior", "bimodal"]
 
 
 def test_the_method_in_the_documentation_runs_as_written(tmp_path, monkeypatch):
@@ -86,10 +82,10 @@ def test_not_applicable_is_said():
         def fit(self, problem, seed):
             raise NotApplicable("it does not like the problem")
 
-    report = run([Choosy(), "head"], ["correlated"])
+    report = run(Choosy(), ["correlated"])
     assert report.rows[0].verdict == "not applicable: it does not like the problem"
-    assert report.rows[1].bayesian is None
-    assert "prior: applicable to none of these problems" in report.summary()
+    assert report.rows[0].bayesian is None
+    assert "prior: not applicable on 1" in report.summary()
 
 
 @pytest.mark.slow
@@ -107,7 +103,7 @@ def test_the_command_writes_table_json_and_page(monkeypatch, capsys, tmp_path):
     )
     assert code == 0
     assert out.splitlines()[-1] == str(tmp_path / "check.html")
-    assert "full normal: Bayesian on 2 of 3 problems" in out
+    assert "full normal: off on 1, Bayesian on 2" in out
     assert {path.name for path in tmp_path.iterdir()} == {"check.txt", "check.json", "check.html"}
     assert (tmp_path / "check.txt").read_text() in out
     results = json.loads((tmp_path / "check.json").read_text())
@@ -115,35 +111,11 @@ def test_the_command_writes_table_json_and_page(monkeypatch, capsys, tmp_path):
     rows = {(row["method"], row["problem"]): row for row in results["rows"]}
     assert len(rows) == 9
     assert rows["MAP", "bimodal"]["measures"]["kl_p_q"]["value"] == "inf"
-    assert rows["MAP", "bimodal"]["verdict"].startswith("not a posterior: a point mass")
+    assert rows["MAP", "bimodal"]["verdict"].startswith("not a posterior: 2 of 2 weights are points")
     assert rows["full normal", "linear-regression"]["bayesian"] is True
     page = (tmp_path / "check.html").read_text()
-    assert page.count('<img src="data:image/png;base64,') == 2
     assert "Bayesian here: the posterior of the model" in page
     assert not re.search(r"<script|https?://", page)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--methods", "bogus"), "there is no method 'bogus'; there are ours, peers, all, map"),
-        (("--problems", "bogus,bimodal"), "there is no problem 'bogus'; there are all, correlated"),
-        (("--problems", ","), "there is no problem ','"),
-        (("--seed", "-1"), "--seed"),
-        (("--timeout", "0"), "--timeout"),
-    ],
-)
-def test_wrong_arguments_are_named(monkeypatch, capsys, arguments, says):
-    code, _, err = command(monkeypatch, capsys, *arguments)
-    assert code == 2
-    assert says in err
-
-
-def test_names_and_groups_of_the_command_line():
-    assert method_names("ours,swag,map")[-1] == "swag"
-    assert method_names("peers") == list(PEERS)
-    assert problem_names("all", quick=True) == list(QUICK)
-    assert problem_names("all", quick=False) == list(PROBLEMS)
 
 
 class Returning(Prior):
@@ -166,10 +138,7 @@ class Lying(Prior):
     ("method", "problems", "error", "says"),
     [
         (object(), ["correlated"], TypeError, "a method is an object with"),
-        (Prior, ["correlated"], TypeError, "a method is an object with"),
-        ("bogus", ["correlated"], ValueError, "there is no method 'bogus'; there are map, mc-dropout"),
         ([Prior(), Prior()], ["correlated"], ValueError, "two methods have the same name"),
-        ([], ["correlated"], ValueError, "give at least one method and one problem"),
         (Prior(), ["bogus"], ValueError, "there is no problem 'bogus'"),
     ],
 )
@@ -183,7 +152,7 @@ def test_wrong_input_is_refused(method, problems, error, says):
     [
         (Returning(torch.zeros(7, 2)), r"ValueError: draw.* must give a tensor \[n, P\] = \[8192, 2\]"),
         (Returning(torch.full((8192, 2), torch.nan)), "not finite"),
-        (Lying(lambda theta: theta), r"one number for each of 16385 rows, .* it gave \(16385, 2\)"),
+        (Lying(lambda theta: theta), r"one number for each of 16385 rows, it gave \(16385, 2\)"),
         (Lying(lambda theta: theta[:, 0] * torch.nan), "log_prob gave NaN"),
     ],
 )
@@ -191,15 +160,6 @@ def test_wrong_answers_are_said(method, says):
     (row,) = run(method, ["correlated"]).rows
     assert re.search(says, row.verdict)
     assert (row.bayesian, row.grade, row.measures) == (None, "failed", None)
-
-
-def test_a_command_without_any_result_says_so_and_fails(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "pyro", None)
-    arguments = ("--methods", "pyro-full", "--problems", "correlated", "--out", str(tmp_path))
-    code, out, _ = command(monkeypatch, capsys, *arguments)
-    assert code == 1
-    assert "ModuleNotFoundError: import of pyro" in out
-    assert "Pyro full normal: Bayesian on 0 of 1 problems, no result on 1" in (tmp_path / "check.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 """The exact family is cleared, point masses get the verdict of the paper, and broken methods are caught."""
 
-from dataclasses import replace
+import re
 
 import pytest
 import torch
-from torch.distributions import MultivariateNormal, Normal
+from torch.distributions import MultivariateNormal
 
 import structvi as vi
-from structvi_check import Ours, problem, run
+from structvi_check import problem, run
 from structvi_check.methods import ours
 
-EXACT = ["correlated", "gaussian-10-10000", "linear-regression", "rbf-regression"]
+EXACT = ["correlated", "gaussian-50-10000", "linear-regression", "rbf-regression"]
 
 
 class Drawn:
@@ -57,23 +57,6 @@ def test_the_posterior_itself_is_cleared(name, with_density):
     assert one(Drawn(exact(name), with_density), name).bayesian
 
 
-def test_the_reference_draws_of_a_sampler_are_cleared():
-    for name in ("logistic-regression", "network"):
-        rows = problem(name).reference
-        jitter = 1e-6 * torch.randn(8192, rows.shape[1], dtype=torch.float64)  # or every draw would be a point
-
-        class Resampled:
-            name = "resampled"
-
-            def fit(self, problem, seed):
-                pass
-
-            def draw(self, n, generator, rows=rows, jitter=jitter):
-                return rows[torch.randint(len(rows), (n,), generator=generator)] + jitter
-
-        assert one(Resampled(), name).bayesian
-
-
 def test_a_mixture_finds_both_modes_and_is_cleared():
     row = one("mixture", "bimodal")
     assert row.bayesian
@@ -81,16 +64,10 @@ def test_a_mixture_finds_both_modes_and_is_cleared():
 
 
 @pytest.mark.parametrize("name", ["bimodal", "rbf-regression"])
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [
-        ("map", "not a posterior: a point mass gives the true model probability zero"),
-        ("mc-dropout", "not a posterior: all mass lies on points, which gives the true model probability zero"),
-    ],
-)
-def test_point_masses_get_the_verdict_of_the_paper(method, says, name):
+@pytest.mark.parametrize("method", ["map", "mc-dropout"])
+def test_point_masses_get_the_verdict_of_the_paper(method, name):
     row = one(method, name)
-    assert row.verdict.startswith(says)
+    assert re.match(r"not a posterior: (\d+) of \1 weights are points, which gives the true model", row.verdict)
     assert row.grade == "not a posterior"
     assert row.measures.log_q_true == -torch.inf
     assert row.measures.kl_p_q.value == torch.inf
@@ -126,13 +103,6 @@ def test_a_halved_variance_is_caught(name, with_density):
     assert row.findings[0].startswith("intervals too narrow: 90 % intervals hold 7")  # 75.5 %, 74.8 % at worst
 
 
-def test_a_lost_mode_is_caught():
-    kept, _ = problem("bimodal").modes
-    row = one(Drawn(MultivariateNormal(kept.mean, kept.covariance())), "bimodal")
-    assert not row.bayesian
-    assert row.findings[0] == "1 of 2 modes missing"
-
-
 @pytest.mark.parametrize("name", ["gaussian-50-10000", "rbf-regression"])
 @pytest.mark.parametrize("with_density", [True, False])
 def test_a_mean_biased_by_three_tenths_is_caught(name, with_density):
@@ -145,49 +115,9 @@ def test_a_mean_biased_by_three_tenths_is_caught(name, with_density):
     assert row.findings[0].startswith("biased: a mean is off by 0.")
 
 
-def test_correlations_alone_are_caught():
-    """The right variance of every weight, and independent weights."""
-    right = exact("correlated")
-    row = one(Drawn(MultivariateNormal(right.mean, torch.diag(right.variance))), "correlated")
-    assert any(finding.startswith("not the joint posterior: KL") for finding in row.findings)
-    assert row.findings[0].startswith("intervals too narrow and too wide")  # along the principal axes
-
-
 def test_a_density_that_is_not_normalised_is_caught():
     right = exact("gaussian-10-100")
     method = Drawn(right)
     method.log_prob = lambda theta: right.log_prob(theta) + 1.0
     row = one(method, "gaussian-10-100")
     assert row.findings[0].startswith("log_prob is not the density of the draws: KL[p‖q] comes out as -1.00")
-
-
-class Scaled(Ours):
-    """The full normal that maximises E log lik − λ KL[q‖prior]: the posterior where the data count 1/λ times."""
-
-    def __init__(self, scale):
-        super().__init__(vi.FullNormal(), "scaled")
-        self.scale = scale
-
-    def fit(self, problem, seed):
-        prior = Normal(0.0, problem.data.scale)
-
-        def log_joint(theta):
-            log_prior = prior.log_prob(theta).sum(-1)
-            return (problem.log_joint(theta) - log_prior) / self.scale + log_prior
-
-        super().fit(replace(problem, function=log_joint), seed)
-
-
-def test_the_right_scale_of_kl_is_cleared():
-    assert one(Scaled(1.0), "linear-regression").bayesian
-
-
-@pytest.mark.parametrize(
-    ("scale", "least", "most"),
-    [(0.1, 0.3, 0.42), (0.5, 0.7, 0.78)],  # temperature 0.1, and N counted twice: of normals 40 % and 76 % are held
-)
-def test_a_wrong_scale_of_kl_is_caught(scale, least, most):
-    row = one(Scaled(scale), "linear-regression")
-    assert not row.bayesian
-    assert row.findings[0].startswith("intervals too narrow: 90 % intervals hold")
-    assert least < row.measures.coverage_min <= row.measures.coverage < most

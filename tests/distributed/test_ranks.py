@@ -163,8 +163,9 @@ def test_the_union_of_the_parts_gives_the_gradient_of_one_process(ranks, name, n
     posterior = make()
     history = plain_fit(posterior, loader(n=n)).history
     for out in ranks:
-        close(out["empty"], learned(posterior))
-        torch.testing.assert_close(out["empty result"]["elbo"], history["elbo"])
+        close(out[name], learned(posterior))
+        for column in ("elbo", "gradient_norm"):
+            torch.testing.assert_close(out[f"{name} result"][column], history[column])
 
 
 def test_a_fit_agrees_with_that_of_one_process(ranks):

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.ensemble.ensemble import stacking
 from structvi.models.calibration import Adjustment
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -36,17 +35,6 @@ def networks(count=3, outputs=2):
             optimizer.step()
         found.append(net.eval())
     return found
-
-
-def with_one_that_is_wrong():
-    nets = networks()
-    with torch.no_grad():
-        nets[2][3].weight.mul_(-3)
-    return nets
-
-
-def seeded():
-    return torch.Generator().manual_seed(0)
 
 
 def average_density(nets, x, t):
@@ -78,71 +66,14 @@ def test_members_are_single_fits():
         single.fit(loader(), seed=4 + c, validation=loader(40, 60), **given)
         torch.testing.assert_close(one.family.mean, single.family.mean, atol=1e-5, rtol=0)
     lines = str(result).splitlines()
-    assert len(lines) == 5
-    assert lines[0] == "3 networks, weights 0.333, 0.333, 0.333"
+    assert lines[0] == "3 networks: 3 too short"
     assert result.held_out == pytest.approx(-ensemble.evaluate(loader(40, 60)).nlpd, abs=0.02)
-    assert "they ended: 3 too short" in str(ensemble.fit(loader(), **given))
 
 
-def test_the_bound_is_that_of_member_and_weights():
-    """With equal weights, the mean of the members' bounds: the member costs nothing."""
+def test_the_bound_is_the_mean_of_the_members():
     ensemble = vi.Ensemble.of(networks(), CATEGORICAL, vi.MeanField(), vi.priors.NormalPrior(1.0))
     result = ensemble.fit(loader(), steps=3, progress=False)
     assert result.elbo.value == pytest.approx(sum(one.elbo.value for one in result.members) / 3)
-    ensemble.weights.copy_(torch.tensor([1.0, 0.0, 0.0]))
-    one_hot = ensemble._elbo(result.members).value
-    assert one_hot == pytest.approx(result.members[0].elbo.value - torch.tensor(3.0).log().item(), rel=1e-6)
-
-
-def test_weights_by_stacking_are_the_best_of_all():
-    log_probs = torch.randn(3, 200, generator=seeded(), dtype=torch.float64)
-
-    def value(w):
-        return (w.log().unsqueeze(-1) + log_probs).logsumexp(0).sum().item()
-
-    best = stacking(log_probs, rows=0)
-    for other in torch.distributions.Dirichlet(torch.ones(3, dtype=torch.float64)).sample((200,)):
-        assert value(best) >= value(other) - 1e-9
-
-
-def test_stacked_weights_leave_out_a_member_that_is_wrong():
-    ensemble = vi.Ensemble.of(with_one_that_is_wrong(), CATEGORICAL, vi.MeanField(initial_scale=0.01))
-    given = {"steps": 1, "lr": 1e-6, "validation": loader(40, 60), "progress": False}
-    equal = ensemble.fit(loader(), **given).held_out
-    assert ensemble.stack(loader(40, 60)) > equal
-    assert ensemble.weights[2] < 0.1
-    assert ensemble.fit(loader(), **given).weights == [1 / 3] * 3  # those of a fit before do not stay
-
-
-def test_the_density_that_weighs_is_that_of_the_observed_labels():
-    """Of point masses in closed form; an ignored label counts nothing."""
-    nets = networks()
-    ensemble = vi.Ensemble.of(nets, vi.likelihoods.Categorical(ignore_index=-1), vi.MAP(), num_data=40)
-    ensemble.weights.copy_(torch.tensor([0.5, 0.3, 0.2]))
-    labels = T[40:].clone()
-    labels[::3] = -1
-    held_out = DataLoader(TensorDataset(X[40:], labels), batch_size=7)
-    with torch.no_grad():
-        log_p = torch.stack([net(X[40:]).log_softmax(-1) for net in nets])[:, torch.arange(20), T[40:]][:, labels >= 0]
-    expected = (log_p.double() + ensemble.weights.log().unsqueeze(1)).logsumexp(0).mean().item()
-    assert ensemble._density(ensemble._log_probs(held_out, 0)) == pytest.approx(expected, rel=1e-6)
-
-
-def test_an_ensemble_is_as_good_as_its_worst_member():
-    x = torch.randn(60, 3, generator=seeded())
-    data = DataLoader(TensorDataset(x, x[:, 1:].sum(1, keepdim=True)), 60)
-    nets = [nn.Linear(3, 1), nn.Linear(3, 1)]
-    with torch.no_grad():
-        nets[1].weight.fill_(80.0)
-    ensemble = vi.Ensemble.of(nets, vi.likelihoods.Gaussian(1.0), vi.MeanField())
-    result = ensemble.fit(data, steps=600, progress=False)
-    assert {one.status for one in result.members} == {vi.Status.CONVERGED, vi.Status.IMPROVING}
-    assert result.status is vi.Status.IMPROVING
-    with torch.no_grad():
-        nets[1].weight.fill_(1e25)
-    wide = vi.Ensemble.of(nets, vi.likelihoods.Gaussian(1.0), vi.MeanField(), vi.priors.NormalPrior(1e26))
-    with pytest.raises(ValueError, match=r"these diverged: \[1\]"):
-        wide.fit(data, steps=20, progress=False)
 
 
 # ------------------------------------------------------------------------------------------------------------- placed
@@ -170,27 +101,15 @@ def test_around_trained_networks():
     assert all(one.last_fit is placed for one, placed in zip(ensemble.posteriors, result.members, strict=True))
 
 
-def test_networks_of_several_forms():
-    torch.manual_seed(0)
-    nets = [
-        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
-        nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.GELU(), nn.Linear(3, 2)),
-    ]
-    result = vi.Ensemble.of(nets, CATEGORICAL).laplace(loader(), validation=loader(40, 60), progress=False)
-    assert result.held_out - result.gain[0] == pytest.approx(average_density(nets, X[40:], T[40:]), abs=1e-6)
-
-
 # -------------------------------------------------------------------------------------------------------------- files
 
 
 def test_saved_and_loaded(tmp_path):
     ensemble = vi.Ensemble.of(networks(), CATEGORICAL, vi.MAP(), num_data=40)
-    ensemble.stack(loader(40, 60))
     found = ensemble.calibrate(conformal=loader(40, 60))
     ensemble.calibration = replace(found, adjustment=Adjustment("temperature", 2.0, gain=0.1, error=0.01, cases=10))
     ensemble.save(tmp_path / "ensemble")
     again = vi.load(tmp_path / "ensemble", [copy.deepcopy(net) for net in networks()])
-    assert torch.equal(again.weights, ensemble.weights)
     assert again.calibration.described() == ensemble.calibration.described()
     assert torch.equal(again.predict(X).mean, ensemble.predict(X).mean)
     assert not torch.allclose(again.predict(X).mean, ensemble.predict(X, calibrated=False).mean, atol=1e-3)
@@ -213,15 +132,3 @@ def test_a_second_save_leaves_nothing_of_the_first(tmp_path, monkeypatch):
     two.save(tmp_path)
     names = ["ensemble.safetensors", "network-0.safetensors", "network-1.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
-def test_what_is_no_ensemble():
-    net, other = nn.Linear(4, 2), nn.Linear(4, 2)
-    posterior = vi.variationalize(net, CATEGORICAL)
-    for members in (
-        [net],
-        [posterior, vi.variationalize(net, CATEGORICAL)],
-        [posterior, vi.variationalize(other, vi.likelihoods.Gaussian(1.0))],
-    ):
-        with pytest.raises((TypeError, ValueError), match=r"list of posteriors|network of its own|their likelihood"):
-            vi.Ensemble(members)

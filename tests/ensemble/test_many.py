@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 
@@ -118,27 +118,6 @@ def test_each_stops_for_itself():
         assert (result.steps, result.kept, result.status) == (single.steps, single.kept, single.status)
 
 
-class Items(Dataset):
-    """Rows as dicts, with noise drawn from the global stream when they are read."""
-
-    def __init__(self, n):
-        self.x = torch.linspace(-1, 1, 3 * n, dtype=torch.float64).view(n, 3)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, i):
-        noise = 0.1 * torch.randn(3, dtype=torch.float64)
-        return {"input": self.x[i] + noise, "target": self.x[i, :1]}
-
-
-def test_any_loader_and_data_that_are_made_anew():
-    a, b = (made(2) for _ in range(2))
-    loaders = [DataLoader(Items(n), batch_size=8, shuffle=True) for n in (12, 20)]
-    results = vi.fit_many(a, loaders, steps=10, progress=False)
-    assert_same(a, b, results, alone(b, loaders, steps=10))
-
-
 def test_a_fit_that_fails_leaves_the_others_alone():
     """A batch that is not finite is skipped as alone; a fit to nothing else ends by itself, and says so."""
     x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -224,21 +203,3 @@ def test_networks_that_differ_in_what_no_tensor_shows(nets, sizes):
 def test_what_cannot_be_at_once_says_so(posteriors, given, reason):
     results = vi.fit_many(made(2, **posteriors), [data(20), data(25)], steps=2, progress=False, **given)
     assert all("one after another" in result.details and reason in result.details for result in results)
-
-
-def test_what_is_refused():
-    for given, message in [
-        ({"each": {"seed": [1]}}, "one value for each of the 2"),
-        ({"each": {"lr": [1.0, 2.0]}, "lr": 1.0}, "then not given for all"),
-        ({"steps": None}, "fit needs a length"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            vi.fit_many(made(2), data(20), **{"steps": 2, "progress": False, **given})
-
-
-def test_networks_and_likelihoods_of_their_own():
-    one, other = made(2)
-    other.model.likelihood = one.model.likelihood
-    for posteriors in ([one, one], [one, other]):
-        with pytest.raises(ValueError, match="share a network or something that is learned"):
-            vi.fit_many(posteriors, data(20), steps=2)

@@ -6,14 +6,12 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from structvi.files.file import DTYPES, FORMAT, CheckpointError, digest, read, write
+from structvi.files.file import FORMAT, CheckpointError, read, write
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([True, False]), "empty": torch.zeros(0, 3)}
 DESCRIPTION = {"kind": "test", "steps": [1, 2], "deep": {"x": None, "y": "ü"}}
@@ -39,7 +37,7 @@ def test_round_trip(path):
     assert same(load_file(path), TENSORS)  # safetensors reads it too
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool], ids=str)
 def test_every_dtype_and_shape_comes_back_to_the_bit(tmp_path, dtype):
     raw = torch.randint(0, 2, (3, 4)) if dtype == torch.bool else torch.randint(-100, 100, (3, 4))
     tensors = {"x": raw.to(dtype), "t": raw.to(dtype).T, "part": raw.to(dtype)[1, ::2], "one": raw.to(dtype)[0, 0]}
@@ -57,42 +55,6 @@ def test_the_same_content_is_the_same_file_and_what_is_read_is_its_own(path, tmp
     tensors, _ = read(path)
     write(path, {"a": torch.zeros(2, 3)}, {})
     assert same(tensors, TENSORS)
-
-
-def test_digest_sees_names_dtypes_shapes_and_values():
-    base = {"a": torch.zeros(2), "b": torch.ones(2)}
-    others = [
-        {"a": torch.zeros(2), "c": torch.ones(2)},
-        {"a": torch.zeros(2).int(), "b": torch.ones(2)},
-        {"a": torch.zeros(2, 1), "b": torch.ones(2)},
-        {"a": torch.ones(2), "b": torch.zeros(2)},
-        {"a": torch.tensor([0.0, -0.0]), "b": torch.ones(2)},
-    ]
-    assert len({digest(one) for one in [base, *others]}) == 6
-
-
-PEAK = """
-import sys, torch, structvi as vi
-net = torch.nn.Linear(2048, 2048, bias=False)
-bayes = vi.variationalize(net, vi.likelihoods.Gaussian(1.0), vi.LowRankNormal(rank=4), num_data=9)
-
-def memory(name):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
-
-vi.variationalize(torch.nn.Linear(2, 1), vi.likelihoods.Gaussian(1.0), num_data=9).save(sys.argv[1])
-open("/proc/self/clear_refs", "w").write("5")
-before = memory("VmRSS")
-bayes.save(sys.argv[1])
-print(memory("VmHWM") - before)
-"""
-
-
-@pytest.mark.slow
-def test_saving_holds_no_copy_of_the_tensors(tmp_path):
-    """A posterior of 112 MB, 64 MB of them a factor that lies column by column: memory grows by less than a sixth."""
-    run = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path / "q")], capture_output=True, text=True, check=True)
-    assert (tmp_path / "q").stat().st_size > 112 * 2**20
-    assert int(run.stdout) < 18 * 1024  # kB
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
@@ -121,20 +83,6 @@ def test_without_what_windows_lacks(path, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a directory cannot be opened"))
     write(path, TENSORS, {"x": 1})
     assert read(path)[1] == {"x": 1}
-
-
-def test_what_is_not_written(tmp_path):
-    cases = [
-        (tmp_path / "no" / "q", TENSORS, {}, FileNotFoundError, "make it first"),
-        (tmp_path, TENSORS, {}, OSError, "it is a directory"),
-        (tmp_path / "q", {"x": torch.eye(2).to_sparse()}, {}, TypeError, "sparse"),
-        (tmp_path / "q", {"x": torch.zeros(1, dtype=torch.complex64)}, {}, TypeError, "complex64"),
-        (tmp_path / "q", {}, {"x": {1, 2}}, TypeError, "not JSON serializable"),
-    ]
-    for where, tensors, description, error, message in cases:
-        with pytest.raises(error, match=message):
-            write(where, tensors, description)
-    assert list(tmp_path.iterdir()) == []
 
 
 def header_of(data):
@@ -187,21 +135,6 @@ def test_every_kind_of_damage_is_refused(path, tmp_path):
             tensors, description = read(damaged)
             assert same(tensors, TENSORS)  # a change of the JSON's spaces is none of its content
             assert description == DESCRIPTION
-
-
-def test_what_the_error_says(path, tmp_path):
-    save_file(TENSORS, tmp_path / "theirs")
-    torch.save([1], tmp_path / "pickle")
-    (tmp_path / "version").write_bytes(path.read_bytes().replace(b'format\\":2', b'format\\":9'))
-    for name, message in [
-        ("theirs", 'was not written by structvi: its metadata have no description in "structvi"'),
-        ("pickle", "no safetensors file.*does not unpickle"),
-        ("version", "has format version 9, this structvi reads 2"),
-    ]:
-        with pytest.raises(CheckpointError, match=message):
-            read(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        read(tmp_path / "missing")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and devices")

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import json
 import os
 import pickle
 
@@ -235,10 +234,6 @@ class Heavy(vi.Family):
         return td.Independent(td.StudentT(self.df, self.loc, self.log_scale.exp()), 1)
 
 
-class Renamed(vi.MeanField):
-    """A subclass may do anything: it is not rebuilt as its parent."""
-
-
 class OwnPrior(nn.Module):
     def __init__(self):
         super().__init__()
@@ -280,45 +275,7 @@ def test_what_is_your_own_is_asked_for_by_name(tmp_path, parts):
     assert_same_bits([*loaded.learned().values()], [*posterior.learned().values()])
 
 
-@pytest.mark.parametrize(
-    ("part", "value", "name"),
-    [
-        ("family", Renamed(), "Renamed"),
-        ("family", vi.PerLayer({"0.*": Heavy(), "*": vi.MAP()}), "Heavy"),
-        ("prior", vi.priors.SumPrior([vi.priors.NormalPrior(1.0), own_likelihood]), "own_likelihood"),
-        ("prior", vi.priors.LipschitzPrior(network(), torch.zeros(1, 3), 0.1), "LipschitzPrior"),
-        ("likelihood", vi.likelihoods.Gaussian("random", noise_prior=td.Chi2(3.0)), "Chi2"),
-    ],
-)
-def test_the_error_names_what_cannot_be_stored(tmp_path, part, value, name):
-    parts = {"likelihood": vi.likelihoods.Gaussian(0.3), part: value}
-    vi.variationalize(network(), **parts, num_data=12).save(tmp_path / "q")
-    with pytest.raises(ValueError, match=rf"give it again: load\(path, net, {part}=<'{name}'>\)"):
-        vi.load(tmp_path / "q", network())
-    assert isinstance(vi.load(tmp_path / "q", network(), **{part: value}), vi.Posterior)
-
-
 # Descriptions
-
-
-def test_values_come_back_from_their_description():
-    value = (1, 2.5, None, True, "x", [1, (2,)], {"b": 1, "a": {"deep": [0.1]}})
-    there_and_back = decode(json.loads(json.dumps(encode(value), sort_keys=True)))
-    assert there_and_back == value
-    assert list(there_and_back[6]) == ["b", "a"]  # the order of patterns decides which parameter is whose
-
-
-def test_distributions_come_back_from_their_description():
-    for distribution in (
-        td.Cauchy(0.1, 0.3), td.Exponential(0.3), td.Gamma(2.0, 0.3), td.HalfCauchy(0.3), td.HalfNormal(0.3),
-        td.InverseGamma(2.0, 0.3), td.Laplace(0.1, torch.tensor([0.3, 0.4])), td.LogNormal(0.1, 0.3),
-        td.MultivariateNormal(torch.zeros(2), torch.tensor([[2.0, 0.3], [0.3, 1.0]])), td.StudentT(3.0, 0.1, 0.3),
-        td.Normal(torch.tensor(0.1, dtype=torch.float64), 0.3),
-    ):  # fmt: skip
-        there_and_back = decode(json.loads(json.dumps(encode(distribution))))
-        x = torch.rand(5, *(distribution.batch_shape + distribution.event_shape))
-        assert type(there_and_back) is type(distribution)
-        assert_same_bits([there_and_back.log_prob(x)], [distribution.log_prob(x)])
 
 
 def nested(depth, components=1):
@@ -368,6 +325,7 @@ def hostile(tensors, description):
     allowed = {
         **{key: [None] for key in ("calibration", "fit_status", "hash")},
         "chosen_on": [None, "x"],
+        "forward": values,  # no function is read from it
     }
     for field in description:
         yield f"without {field}", tensors, {k: v for k, v in description.items() if k != field}
@@ -424,26 +382,3 @@ def test_hostile_files_are_refused_and_leave_the_network_alone(tmp_path):
     assert not trap.exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     vi.load(path, net)  # the whole one still loads
-
-
-def test_a_network_in_half_precision_has_a_posterior_in_it(tmp_path):
-    """float16 is refused where the network is in float32, not where it is the network's own."""
-    posterior = vi.variationalize(network(torch.bfloat16), vi.likelihoods.Gaussian("point"), vi.MeanField(), num_data=9)
-    posterior.save(tmp_path / "q")
-    loaded = vi.load(tmp_path / "q", network(torch.bfloat16, seed=1))
-    assert_same_bits([*loaded.family.state_dict().values()], [*posterior.family.state_dict().values()])
-    tensors, description = checkpoint.read(tmp_path / "q")
-    checkpoint.write(tmp_path / "q", {**tensors, "family.mean": tensors["family.mean"].float()}, description)
-    with pytest.raises(vi.CheckpointError, match="mean"):
-        vi.load(tmp_path / "q", network(torch.bfloat16, seed=1))
-
-
-def test_what_could_not_be_loaded_is_not_saved(tmp_path):
-    posterior = vi.variationalize(nn.Linear(2, 1), vi.likelihoods.Gaussian(1.0), vi.MeanField(), num_data=10)
-    posterior.save(tmp_path / "posterior.safetensors")
-    before = (tmp_path / "posterior.safetensors").read_bytes()
-    with torch.no_grad():
-        posterior.family.mean[0] = torch.nan
-    with pytest.raises(ValueError, match="the family has values that are not finite"):
-        posterior.save(tmp_path / "posterior.safetensors")
-    assert (tmp_path / "posterior.safetensors").read_bytes() == before

@@ -58,13 +58,3 @@ def test_a_posterior_that_is_too_large(gpu, tmp_path):
     )
     assert result.steps == 3
     assert torch.isfinite(result.history["elbo"]).all()
-
-
-def test_a_fit_goes_on_with_smaller_batches(gpu):
-    bayes = make(64, 2048, 2, gpu)
-    n = 60_000  # a draw keeps 60,000 × 2048 numbers, half a gigabyte
-    with at_most(700):
-        with pytest.raises(torch.OutOfMemoryError, match="batches of 60000"):
-            bayes.fit(loader(n, 64, n), steps=2, progress=False)
-        result = bayes.fit(loader(n, 64, n // 12), steps=2, progress=False, compute=vi.Compute(capture=False))
-        assert result.steps == 2

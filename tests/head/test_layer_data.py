@@ -206,3 +206,12 @@ def test_numbers_with_a_validation_set_have_the_exact_posterior_of_the_selected_
     exact.fit_head([(x, t)], progress=False)
     torch.testing.assert_close(moments(bayes), moments(exact), rtol=1e-6, atol=1e-6)
     assert result.elbo.value == pytest.approx(exact.last_fit.elbo.value, abs=1e-5)
+
+
+def test_inputs_unlike_the_data_have_a_score():
+    net, data = trained()
+    bayes = vi.variationalize_head(net, likelihoods.Categorical())
+    held_out = classes(rows=400, seed=3)
+    bayes.fit_head([data], validation=[held_out], progress=False)
+    assert 0.02 < bayes.predict(held_out[0]).is_ood.double().mean() < 0.08
+    assert bayes.predict(100 + held_out[0]).ood_score.median() > bayes.predict(held_out[0]).ood_score.median()

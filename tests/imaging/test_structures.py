@@ -93,19 +93,6 @@ def posterior(likelihood=None, channels=3):
     return vi.variationalize(net, likelihood or lk.Categorical(), vi.MeanField(initial_scale=0.5), num_data=9)
 
 
-def test_of_batches_is_that_of_the_maps_of_each_case():
-    bayes, x = posterior(), torch.randn(5, 1, 6, 7)
-    t = torch.randint(3, (5, 6, 7))
-    batches = [(x[:2], t[:2]), (x[2:], t[2:])]
-    found = imaging.by_structure(
-        (bayes.predict(one, 20, generator=torch.Generator().manual_seed(1)), labels) for one, labels in batches
-    )
-    maps = [imaging.predict_maps(bayes, one, draws=20, generator=torch.Generator().manual_seed(1)) for one in x]
-    other = imaging.by_structure(zip(maps, t, strict=True))
-    for name in ("dice", "expected_dice", "volume", "ece", "missed"):
-        torch.testing.assert_close(getattr(found, name), getattr(other, name), rtol=1e-5, atol=1e-6)
-
-
 def test_voxels_without_a_label_are_left_out():
     bayes, x = posterior(lk.Categorical(ignore_index=255)), torch.randn(2, 1, 6, 7)
     t = torch.randint(3, (2, 6, 7))
@@ -117,16 +104,3 @@ def test_voxels_without_a_label_are_left_out():
     assert not torch.equal(whole.dice, found.dice)
     for name in ("dice", "expected_dice", "ece", "missed"):
         torch.testing.assert_close(getattr(found, name), getattr(same, name))
-
-
-def test_binary_channels_are_structures_of_their_own():
-    pred = posterior(lk.Bernoulli(), 2).predict(torch.randn(3, 1, 6, 7), 16)
-    t = torch.randint(2, (3, 2, 6, 7)).float()
-    found = imaging.by_structure([(pred, t)], ["lesion", "vessel"])
-    a, b = pred.mean[0, 1] > 0.5, t[0, 1] == 1
-    assert found.dice[0, 1] == pytest.approx((2 * (a & b).sum() / (a.sum() + b.sum())).item())
-    one = imaging.predict_maps(posterior(lk.Bernoulli(), 1), torch.randn(1, 6, 7), draws=2)
-    assert one.label.shape == one.shape == (6, 7)
-    with_channel, without = (imaging.by_structure([(one, label)]) for label in (t[0, :1], t[0, 0]))
-    assert torch.equal(with_channel.dice, without.dice)
-    assert without.names == ("channel 0",)

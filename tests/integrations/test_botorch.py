@@ -103,19 +103,6 @@ def test_botorchs_own_loop_finds_the_top():
     assert torch.isfinite(fantasies(torch.rand(3, 4, 2, dtype=F64))).all()
 
 
-def test_other_posteriors_are_ensembles():
-    bayes = vi.variationalize(network(2), likelihoods.Gaussian(noise=0.1), vi.MeanField(), num_data=30)
-    bayes.fit([data(2)], epochs=2, progress=False)
-    model = PosteriorModel(bayes, draws=16, num_outputs=2)
-    X = torch.rand(4, 3, 2, dtype=F64, requires_grad=True)
-    found = model.posterior(X)
-    assert found.values.shape == (4, 16, 3, 2)
-    found.mean.sum().backward()
-    assert X.grad.abs().sum() > 0
-    with pytest.raises(NotImplementedError, match="over the last layer"):
-        model.condition_on_observations(torch.rand(2, 2, dtype=F64), torch.rand(2, 2, dtype=F64))
-
-
 def test_what_is_no_regression_is_refused():
     with pytest.raises(ValueError, match="BoTorch optimises numbers"):
         PosteriorModel(vi.variationalize_head(network(3), likelihoods.Categorical()))

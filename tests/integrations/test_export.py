@@ -28,16 +28,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.encoder(x).mean(1))
-
-
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -77,7 +67,6 @@ CASES = {
     "a random head": (mlp, CATEGORICAL, vi.PerLayer({"3.*": vi.FullNormal(), "*": vi.MAP()}), rows),
     "images": (convolutional, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 1, 6, 6, generator=generator(n))),
     "LSTM": (Recurrent, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 5, 3, generator=generator(n))),
-    "attention": (Attention, CATEGORICAL, vi.MeanField(), lambda n: torch.randn(n, 5, 4, generator=generator(n))),
     "two inputs": (TwoInputs, CATEGORICAL, vi.MAP(), lambda n: (rows(n), rows(n)[:, :2])),
     "keywords": (TwoInputs, CATEGORICAL, vi.MeanField(), lambda n: {"x": rows(n), "z": rows(n)[:, :2]}),
 }
@@ -161,23 +150,6 @@ def test_a_learned_variance_is_one_pass_at_any_batch_size(name, tmp_path):
             pred = bayes.predict(inputs(n))
             expected = (pred.mean, pred.variance) if classes is None else pred.mean
             torch.testing.assert_close(called(one, inputs(n)), expected)
-
-
-def test_what_all_draws_share_is_held_once():
-    """64 weights of the first layer are held, 10 of the head are drawn 6 times."""
-    bayes = posterior(
-        lambda: nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 1)), vi.likelihoods.Gaussian(1.0), select="1.*"
-    )
-    program = export_predictive(bayes, torch.zeros(4, 7), DRAWS)
-    state = program.state_dict
-    drawn = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith("draws_")}
-    assert sorted(drawn.values()) == [(DRAWS, 1), (DRAWS, 1, 8)]
-    assert torch.equal(state["net.0.weight"], bayes.net[0].weight)
-
-
-def test_a_batch_size_that_stays():
-    program = export_predictive(posterior(), rows(4), DRAWS, dynamic_batch=False, generator=generator())
-    assert program.module()(rows(4)).shape == (4, 2)
 
 
 class Different(nn.Linear):

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
 from structvi.integrations.lightning import BayesianModule
@@ -48,11 +47,6 @@ def trainer(tmp_path, **options):
 
 def loader(data, **options):
     return DataLoader(data, batch_size=8, **options)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(regression())
 
 
 class Recording(BayesianModule):
@@ -134,15 +128,6 @@ def test_validation_and_test_are_those_of_evaluate(tmp_path):
     assert logged["test_crps"] == pytest.approx(expected.crps, rel=1e-5)
 
 
-def test_steps_and_epochs_are_logged(tmp_path):
-    bayes = posterior(vi.MeanField())
-    fitted = trainer(tmp_path, max_epochs=2, num_sanity_val_steps=2)
-    fitted.fit(BayesianModule(bayes, draws=8), loader(regression()), loader(regression()))
-    assert all(torch.isfinite(fitted.logged_metrics[name]) for name in ("elbo", "kl"))
-    expected = bayes.evaluate(loader(regression()), 8, generator=torch.Generator().manual_seed(0)).nlpd
-    assert fitted.logged_metrics["val_nlpd"].item() == pytest.approx(expected, rel=1e-5)
-
-
 def test_a_checkpoint_of_the_trainer_brings_all_back(tmp_path):
     module = BayesianModule(posterior())
     fitted = trainer(tmp_path)
@@ -157,15 +142,6 @@ def test_a_checkpoint_of_the_trainer_brings_all_back(tmp_path):
     fresh.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"])
     for name, tensor in module.posterior.state_dict().items():
         assert torch.equal(tensor, fresh.posterior.state_dict()[name])
-
-
-def test_one_rank_of_ddp_waits_for_no_gradient_of_the_network(tmp_path):
-    module = BayesianModule(posterior(vi.MeanField()))
-    try:
-        trainer(tmp_path, strategy="ddp", devices=1).fit(module, loader(regression()))
-    finally:
-        dist.destroy_process_group()
-    assert module.global_step == 5
 
 
 def test_mixed_precision_is_for_the_network_alone(tmp_path):
@@ -189,8 +165,3 @@ def test_mixed_precision_is_for_the_network_alone(tmp_path):
     assert bayes.model.precision is None
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="bf16-mixed"):
         BayesianModule(bayes).training_step((torch.zeros(2, 3), torch.zeros(2, 1)))
-
-
-def test_a_stream_needs_its_length(tmp_path):
-    with pytest.raises(ValueError, match="give num_data="):
-        trainer(tmp_path, max_steps=1).fit(BayesianModule(posterior()), DataLoader(Stream(), batch_size=8))

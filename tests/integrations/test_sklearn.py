@@ -1,21 +1,14 @@
 """scikit-learn's own laws for estimators, and what they are for: Pipelines, searches, cross-validations."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import make_classification
-from sklearn.exceptions import NotFittedError
-from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import structvi as vi
 from structvi.integrations.sklearn import BayesianClassifier, BayesianRegressor
-from tests.children import python
 
 QUICK = {"hidden": (8,), "family": vi.MeanField(), "epochs": 30, "batch_size": 64, "draws": 8, "random_state": 0}
 #: scikit-learn's laws fit several hundred times
@@ -73,14 +66,6 @@ def test_the_target_is_predicted_in_its_own_unit():
     assert (std > 0).all()
 
 
-def test_in_a_pipeline_and_a_search():
-    X, y = line()
-    pipeline = make_pipeline(PolynomialFeatures(2), BayesianRegressor(**QUICK))
-    search = GridSearchCV(pipeline, {"bayesianregressor__family": [None, vi.MeanField(initial_scale=0.3)]}, cv=2)
-    mean, std = search.fit(X, y).best_estimator_.predict(X, return_std=True)
-    assert mean.shape == std.shape == (60,)
-
-
 def test_the_probabilities_are_those_of_the_posterior(monkeypatch):
     """At one set of draws for all rows, also where they are predicted in parts."""
     X, labels = make_classification(60, random_state=0)
@@ -92,21 +77,3 @@ def test_the_probabilities_are_those_of_the_posterior(monkeypatch):
     assert (model.predict(X) == 5 + pred.mean.argmax(1).numpy()).all()
     monkeypatch.setattr("structvi.integrations.sklearn.ROWS", 7)
     np.testing.assert_allclose(model.predict_proba(X), pred.mean, atol=1e-6)
-
-
-def test_clones_pickles_and_the_global_stream():
-    X, y = line()
-    state = torch.get_rng_state()
-    model = BayesianRegressor(**QUICK | {"family": vi.LowRankNormal(rank=2)}).fit(X, y)
-    again = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(again.predict(X), model.predict(X))
-    np.testing.assert_array_equal(clone(model).fit(X, y).predict(X), model.predict(X))
-    with pytest.raises(NotFittedError):
-        clone(model).predict(X)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_scikit_learn_missing_is_said():
-    code = "import sys\nsys.modules['sklearn'] = None\nimport structvi\nimport structvi.integrations.sklearn"
-    done = python(code)
-    assert 'pip install "structvi[sklearn]"' in done.stderr

@@ -13,7 +13,7 @@ from structvi.laplace.curvature import Curvature
 from structvi.laplace.place import NETWORK, Candidate, TrainedNetwork
 from structvi.laplace.selection import HeldOut, Selection, of_posteriors
 from structvi.models.calibration import Adjustment
-from structvi.predict.temperature import GRID
+from structvi.predict.calibration import GRID
 
 F64 = torch.float64
 ZERO = torch.zeros(1, dtype=F64)

@@ -32,7 +32,7 @@ def some_basis():
     space = bare(vi.MAP()).space
     basis, coordinates = Basis(space), Coordinates(space)
     basis.set({axis.name: orthogonal(axis.size, seed) for seed, axis in enumerate(basis.axes())})
-    return basis, coordinates, {f"basis{axis.name}": basis.matrix(axis).clone() for axis in basis.axes()}
+    return basis, coordinates, {f"basis{axis.name}": getattr(basis, axis.name).clone() for axis in basis.axes()}
 
 
 # ------------------------------------------------------------------------------------------------------- coordinates

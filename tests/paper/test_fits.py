@@ -2,20 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from structvi import LowRankNormal
 from structvi_paper import table1
-from structvi_paper.methods import KEEP, Batched, Method, fit, groups_for
+from structvi_paper.methods import KEEP, Batched, Method, fit
 from structvi_paper.processes import processes
 from structvi_paper.regression import CENTRES, data_set
 from structvi_paper.settings import Settings, quick
-
-
-@pytest.mark.parametrize(("rank", "groups"), [(1, 16), (8, 2), (20, 1)])
-def test_groups_for_comes_near_the_number_of_evaluations(rank, groups):
-    assert groups_for(LowRankNormal(rank).bind(Batched(torch.sum, z=20).space)(), 64) == groups
 
 
 def test_stochastic_dropout_reaches_its_closed_form():

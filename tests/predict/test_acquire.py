@@ -48,7 +48,7 @@ def test_input_by_input_the_largest_scores_come_first():
     assert numbers.acquire(POOL, 5).tolist() == (pred.epistemic / 0.25).log1p().sum(1).topk(5).indices.tolist()
 
 
-def test_a_batch_of_gaussian_noise_has_the_information_of_its_joint_covariance():
+def test_a_batch_of_gaussian_noise_reduces_the_variance_of_the_pool_most():
     bayes = fitted(likelihoods.Gaussian(noise=0.5), outputs=2)
     with torch.no_grad():
         phi = torch.cat([bayes.net[:-1](POOL), POOL.new_ones(60, 1)], -1)
@@ -58,32 +58,24 @@ def test_a_batch_of_gaussian_noise_has_the_information_of_its_joint_covariance()
         J = J.flatten(0, 1)
         K = J @ bayes.family().covariance() @ J.mT / 0.25
 
-    def information(rows):
+    def reduced(rows):
         where = torch.tensor([2 * r + c for r in rows for c in (0, 1)])
-        return torch.logdet(torch.eye(len(where), dtype=F64) + K[where][:, where])
+        inner = torch.linalg.inv(torch.eye(len(where), dtype=F64) + K[where][:, where])
+        return (K[:, where] @ inner @ K[where]).trace()
 
     chosen = []
     for _ in range(6):
         rest = [i for i in range(60) if i not in chosen]
-        chosen.append(max(rest, key=lambda i: information([*chosen, i])))
-    for draws in (None, 4000):  # the information is 11 nats: a few hundredths are the noise of the draws
-        drawn = bayes.acquire(POOL, 6, by="batch", draws=draws).tolist()
-        assert information(drawn) > information(chosen) - 0.3
-    assert information(bayes.acquire(POOL, 6).tolist()) < information(chosen)
+        chosen.append(max(rest, key=lambda i: reduced([*chosen, i])))
+    for draws in (None, 4000):  # what is missing is the noise of the draws
+        assert reduced(bayes.acquire(POOL, 6, by="batch", draws=draws).tolist()) > 0.98 * reduced(chosen)
+    assert reduced(bayes.acquire(POOL, 6).tolist()) < reduced(chosen)
 
 
 @pytest.mark.parametrize("likelihood", [likelihoods.Categorical(), likelihoods.Bernoulli()], ids=["classes", "binary"])
 def test_a_batch_is_more_diverse_than_the_best_inputs(likelihood):
     bayes = fitted(likelihood)
     best = bayes.acquire(POOL, 1)
-    pool = torch.cat([POOL, POOL[best].repeat(20, 1)])
+    pool = torch.cat([POOL, POOL[best].repeat(8, 1)])
     assert len(pool[bayes.acquire(pool, 8)].unique(dim=0)) == 1
     assert len(pool[bayes.acquire(pool, 8, by="batch")].unique(dim=0)) > 3
-
-
-def test_any_posterior_can_be_asked():
-    for family in (vi.MeanField(), vi.Mixture(vi.LowRankNormal(1), 2), vi.MCDropout(0.5)):
-        bayes = fitted(likelihoods.Categorical(), family=family, select="*")
-        for by in ("bald", "variance", "batch"):
-            found = bayes.acquire(POOL, 4, by=by, draws=16)
-            assert len(set(found.tolist())) == 4

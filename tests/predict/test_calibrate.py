@@ -12,7 +12,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import structvi as vi
 from structvi import likelihoods as lk
 from structvi.models.calibration import Adjustment, Calibration
-from structvi.predict.calibration import KEPT, fingerprint, share_in
+from structvi.predict.calibration import (
+    GRID,
+    KEPT,
+    cross_fitted_losses,
+    each_temperature,
+    fingerprint,
+    fit_temperature,
+    share_in,
+)
 from structvi.predict.predictive import Predictive
 
 PAGE = Path(__file__).parents[2] / "docs" / "calibration.md"
@@ -68,16 +76,6 @@ def test_temperature_is_recovered_and_gains_on_fresh_data(true, dtype):
     assert f"temperature {result.adjustment.value:.3g}" in bayes.predict(fresh[0][0]).note
 
 
-def test_the_value_is_the_maximum_of_the_likelihood():
-    """Against a fine search in float64: the parabola through the grid is exact to 1e-3 of log T."""
-    y, t = labelled(400, 1.6)
-    bayes = identity(4, lk.Categorical())
-    value = bayes.calibrate([(y, t)]).adjustment.value
-    u = torch.linspace(-1, 1, 20001, dtype=torch.float64) * 1e-2 + math.log(value)
-    losses = torch.stack([nn.functional.cross_entropy(y / one.exp(), t) for one in u])
-    assert abs(float(u[losses.argmin()]) - math.log(value)) < 1e-3
-
-
 @pytest.mark.parametrize("true", [0.5, 2.0])
 def test_scale_is_recovered_and_gains_on_fresh_data(true):
     """2000 numbers: the standard error of log c is 1/√4000 = 0.016; four of them."""
@@ -117,14 +115,29 @@ def test_what_was_not_observed_takes_no_part(how):
     assert part.adjustment.value == pytest.approx(whole.adjustment.value, rel=1e-12)
 
 
-def test_batches_do_not_matter():
-    y, t = labelled(300, 2.0)
-    values = []
-    for batches in ([(y, t)], [(y[:200], t[:200]), (y[200:], t[200:])]):
-        bayes = identity(4, lk.Categorical(), family=vi.MeanField(initial_scale=0.1))
-        values.append(bayes.calibrate(batches, draws=40).adjustment)
-    assert values[0].value == pytest.approx(values[1].value, rel=1e-9)
-    assert values[0].gain == pytest.approx(values[1].gain, rel=1e-9)
+def tabulated(true, n):
+    generator = torch.Generator().manual_seed(int(10 * true))
+    logits = 2 * torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    t = torch.multinomial((logits / true).softmax(-1), 1, generator=generator).squeeze(-1)
+    return logits, t, torch.stack(list(each_temperature(logits.log_softmax(-1), t)), -1)
+
+
+@pytest.mark.parametrize("true", [0.3, 1.0, 5.0])
+def test_the_temperature_is_the_maximum_of_the_likelihood(true):
+    logits, t, losses = tabulated(true, 2000)
+    torch.testing.assert_close(losses[:, 70], nn.functional.cross_entropy(logits / GRID[70].exp(), t, reduction="none"))
+    log_t = torch.tensor(fit_temperature(losses), dtype=torch.float64).log().requires_grad_()
+    (slope,) = torch.autograd.grad(nn.functional.cross_entropy(logits / log_t.exp(), t), log_t, create_graph=True)
+    (bend,) = torch.autograd.grad(slope, log_t)
+    assert abs(slope / bend) < 0.002  # Newton's step to the optimum, relative in T
+
+
+def test_no_case_is_judged_by_a_temperature_that_saw_it():
+    *_, losses = tabulated(2.0, 43)
+    found = cross_fitted_losses(losses)
+    for i in range(43):
+        others = torch.tensor([j for j in range(43) if j % 5 != i % 5])
+        assert found[i] == losses[i, losses[others].sum(0).argmin()]
 
 
 # ---------------------------------------------------------------------------------------- the calibrated predictive
@@ -185,14 +198,6 @@ def test_scaled_numbers():
     torch.testing.assert_close(pred.function_variance, plain.function_variance)
 
 
-def test_a_fit_drops_it():
-    bayes = identity(1, lk.Gaussian(0.5), family=vi.MeanField())
-    bayes.calibration = found("scale")
-    bayes.fit([numbers(20, 1.0)], steps=1, progress=False)
-    assert bayes.calibration is None
-    assert bayes.last_fit is not None
-
-
 # ------------------------------------------------------------------------------------------------------------- the data
 
 
@@ -219,52 +224,7 @@ def test_data_that_served_another_choice_are_refused():
     assert bayes.calibration.conformal.cases == 100
 
 
-@pytest.mark.parametrize(
-    ("validation", "options", "message"),
-    [
-        (None, {}, "give held-out data"),
-        ([labelled(5, 1.0)], {}, "at least 10 held-out cases with observed targets, got 5"),
-        ((one for one in [labelled(50, 1.0)]), {}, "several times"),
-        ([(torch.full((20, 4), torch.nan).double(), torch.zeros(20).long())], {}, "not finite"),
-        ([labelled(50, 1.0)], {"seed": -1}, "seed must be"),
-    ],
-)
-def test_bad_data(validation, options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        identity(4, lk.Categorical()).calibrate(validation, **options)
-
-
-def test_other_likelihoods_have_conformal_intervals_only():
-    x = torch.randn(100, 1, generator=seeded()).double()
-    data = [(x, torch.poisson(x.exp(), generator=seeded()).long())]
-    bayes = identity(1, lk.Poisson())
-    with pytest.raises(ValueError, match="Poisson has neither a temperature nor a scale"):
-        bayes.calibrate(data)
-    result = bayes.calibrate(conformal=data)
-    assert result.conformal.cases == 100
-    low, high = bayes.predict(x).conformal(0.9)
-    assert bool((low < high).all())
-    plain = vi.variationalize(nn.Linear(1, 1), lambda y, t: -((y - t) ** 2), num_data=9)
-    with pytest.raises(TypeError, match="plain function"):
-        plain.calibrate([(torch.zeros(20, 1), torch.zeros(20, 1))])
-
-
 # -------------------------------------------------------------------------------------------------------------- a file
-
-
-def test_saved_and_loaded(tmp_path):
-    bayes = identity(4, lk.Categorical(), family=vi.MeanField(initial_scale=0.1))
-    bayes.calibrate([labelled(400, 2.0)], conformal=[labelled(300, 2.0, seed=5)])
-    bayes.chosen_on = fingerprint([labelled(20, 1.0)])
-    bayes.save(tmp_path / "file")
-    again = vi.load(tmp_path / "file", nn.Linear(4, 4).double())
-    assert again.calibration.described() == bayes.calibration.described()
-    assert again.chosen_on == bayes.chosen_on
-    assert torch.equal(again.calibration.conformal.values, bayes.calibration.conformal.values)
-    x = labelled(50, 2.0, seed=3)[0]
-    a, b = (one.predict(x, generator=seeded()) for one in (bayes, again))
-    assert torch.equal(a.mean, b.mean)
-    assert torch.equal(a.conformal(0.9), b.conformal(0.9))
 
 
 def write_changed(bayes, path, monkeypatch, **fields):
@@ -288,7 +248,6 @@ HOSTILE = {
     "other size": {"conformal": ["label", 61]},
     "none": {"conformal": None},
     "draws": {"draws": 0},
-    "field": {"more": 1},
     "unsorted": {"values": torch.linspace(1, 0, 60, dtype=torch.float64)},
     "above": {"values": torch.linspace(0, 2, 60, dtype=torch.float64)},
     "dtype": {"values": torch.linspace(0, 1, 60)},

@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-import structvi as vi
 from structvi import likelihoods as lk
-from structvi.predict.metrics import evaluate, ood_auroc
 from structvi.predict.predictive import Predictive
 
 LOGITS = (1e4, -1e4, 200.0, -200.0, 0.0, 20.0, 3.0)
@@ -74,69 +71,7 @@ def test_every_quantity_is_a_number_and_every_probability_one(kind, S, dtype, ag
         assert pred.quantile(0.5).isfinite().all()
 
 
-@pytest.mark.parametrize("agreed", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("S", DRAWS)
-@pytest.mark.parametrize("kind", ["label", "binary"])
-def test_entropies_of_labels(kind, S, dtype, agreed):
-    """0 ≤ I ≤ H ≤ log C, and H = 0 where all draws are certain of the same label; 1e-6 is rounding of float32."""
-    pred = predictive(kind, S, dtype, agreed)
-    classes = 3 if kind == "label" else 2
-    p, entropy, mutual = pred.probabilities, pred.entropy, pred.mutual_information
-    assert ((p >= 0) & (p <= 1)).all()
-    if kind == "label":
-        torch.testing.assert_close(p.sum(1), torch.ones(len(LOGITS)), rtol=0, atol=1e-6)
-    for value in (entropy, pred.expected_entropy, mutual):
-        assert ((value >= 0) & (value <= math.log(classes) + 1e-6)).all()
-    assert (mutual <= entropy).all()
-    if agreed:
-        certain = entropy[[0, 2]] if kind == "label" else entropy[:4]
-        torch.testing.assert_close(certain, torch.zeros_like(certain), rtol=0, atol=3e-6)
-        torch.testing.assert_close(mutual, torch.zeros_like(mutual), rtol=0, atol=3e-6)
-
-
 def test_small_rates_keep_their_logarithm():
     """P(1) = rate e^{−rate}: of rates that are zero in float32 too."""
     pred = Predictive(torch.tensor([[[-200.0]]]), torch.ones(1), lk.Poisson())
     assert pred.log_prob(torch.ones(1, 1)).item() == -200
-
-
-class Certain(nn.Module):
-    """Logits ±1e4 by the sign of x, 0 at 0, and NaN where x is."""
-
-    def __init__(self, outputs):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((outputs,), 1e4))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-@pytest.mark.parametrize(("likelihood", "outputs"), [(lk.Bernoulli(), 1), (lk.Categorical(), 2)])
-@pytest.mark.parametrize("draws", [3, 64])
-def test_an_unfamiliar_input_is_told_from_certain_ones(likelihood, outputs, draws):
-    """Familiar inputs are certain, unfamiliar ones toss a coin: AUROC 1 by every score that sees noise."""
-    bayes = vi.variationalize(Certain(outputs), likelihood, vi.MeanField(initial_scale=1e-3), num_data=9)
-    sign = torch.tensor([[1.0, -1.0]])[:, :outputs]
-    familiar, unfamiliar = sign * torch.tensor([[1.0], [2.0], [-1.0]]), torch.zeros(4, outputs)
-    for score in ("entropy", "expected_entropy", "max_probability", "variance"):
-        seed = torch.Generator().manual_seed(0)
-        got = ood_auroc(bayes, [familiar], [unfamiliar], score, draws=draws, generator=seed)
-        assert got == 1.0, score
-    seed = torch.Generator().manual_seed(0)
-    assert ood_auroc(bayes, [familiar], [unfamiliar], "mutual_information", draws=draws, generator=seed) == 0.5
-
-
-def test_scores_that_are_no_numbers_are_refused():
-    bayes = vi.variationalize(Certain(1), lk.Bernoulli(), vi.MeanField(initial_scale=1e-3), num_data=9)
-    fine, broken = torch.ones(3, 1), torch.tensor([[1.0], [torch.nan], [torch.nan]])
-    for sides, name in (((broken, fine), "in_loader"), ((fine, broken), "out_loader")):
-        with pytest.raises(
-            ValueError, match=rf"2 of 3 scores \(entropy\) of {name} are not finite.*predict\(x\).outputs"
-        ):
-            ood_auroc(bayes, [sides[0]], [sides[1]], draws=3)
-    with pytest.raises(ValueError, match=r"2 of 3 .* are NaN"):
-        evaluate(bayes, [(broken, torch.ones(3, 1))], draws=3)
-    numbers = vi.variationalize(Certain(1), lk.Gaussian(1.0), vi.MeanField(initial_scale=1e-3), num_data=9)
-    with pytest.raises(ValueError, match="2 of 3 uncertainties are NaN"):
-        evaluate(numbers, [(broken, torch.ones(3, 1))], draws=3)

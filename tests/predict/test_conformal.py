@@ -16,15 +16,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def same(size, likelihood, dtype=torch.float64):
-    """A posterior whose network gives back its input, [B, size, ..]: a convolution of width one."""
-    net = nn.Linear(size, size) if not isinstance(size, tuple) else nn.Conv2d(size[0], size[0], 1)
-    with torch.no_grad():
-        net.weight.copy_(torch.eye(net.weight.shape[0]).reshape(net.weight.shape))
-        net.bias.zero_()
-    return vi.variationalize(net.to(dtype), likelihood, vi.MAP(), num_data=9)
-
-
 def all_of(t):
     return torch.ones_like(t, dtype=torch.bool)
 
@@ -141,19 +132,6 @@ def test_shapes_and_coverage(kind):
         assert found.dtype == torch.bool
         inside = found.gather(1, rest.reshape(-1, 1).long())
     assert abs(float(inside.double().mean()) - 0.9) < 0.038
-
-
-def test_pictures_without_foreground_do_not_count():
-    p = torch.rand(5, 4, 4, generator=seeded())
-    t = torch.zeros(5, 4, 4)
-    t[1, 0, 0] = t[3, 2, 2] = 1
-    losses = cf.mask_losses(p, t, all_of(t))
-    assert losses.shape == (2, len(THRESHOLDS))
-    assert torch.equal(losses[0] == 1, THRESHOLDS > p[1, 0, 0].double())
-    with pytest.raises(ValueError, match="none with a label to miss"):
-        same((1,), lk.Bernoulli(), torch.float32).calibrate(
-            conformal=[(torch.zeros(5, 1, 4, 4), torch.zeros(5, 1, 4, 4))]
-        )
 
 
 # --------------------------------------------------------------------------------------------------------------- levels

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import structvi as vi
-from structvi.predict.learned import one_pass, predictive_of, variance_of_draws
 from structvi.predict.metrics import ood_auroc
+from structvi.predict.one_pass import one_pass, predictive_of, variance_of_draws
 
 lk = vi.likelihoods
 F64 = torch.float64
@@ -101,20 +101,6 @@ def test_it_is_saved_moves_with_the_posterior_and_a_fit_drops_it(known, tmp_path
     assert again.predict(x[:4]).note != "learned variance"
 
 
-def test_what_labels_tell_of_themselves_adds_up():
-    bayes, x, _ = placed("classes")
-    pred = bayes.predict(x)
-    p = pred.mean
-    torch.testing.assert_close(pred.variance, p * (1 - p))
-    torch.testing.assert_close(pred.entropy, pred.expected_entropy + pred.mutual_information)
-    assert bool((pred.mutual_information > 0).all())
-    exact = bayes.predict(x, variance="exact")
-    assert exact.note == "in function space"
-    correlation = torch.corrcoef(torch.stack([pred.mutual_information, exact.mutual_information]))[0, 1]
-    assert correlation > 0.9
-    assert torch.equal(p.argmax(1), bayes.net(x).argmax(1))
-
-
 class Closed(nn.Module):
     """A function that knows a layer of this network by itself."""
 
@@ -142,16 +128,6 @@ def test_one_pass_is_that_of_the_posterior_whatever_becomes_of_the_network(make)
     moved = bayes.predict(x[:4]).outputs[0]
     assert not torch.equal(moved, first.outputs[0])
     assert torch.equal(moved, one_pass(bayes, bayes.model.linearised_at, x[:4], bayes.learned_variance.layer).output)
-
-
-def test_exact_variances_are_kept_where_they_are_cheap():
-    torch.manual_seed(0)
-    x = torch.randn(60, 2)
-    bayes = vi.variationalize(nn.Linear(2, 1), lk.Gaussian("point"))
-    bayes.laplace(DataLoader(TensorDataset(x, x[:, :1]), 20), progress=False)
-    assert bayes.learned_variance is None
-    with pytest.raises(ValueError, match="if exact ones cost more"):
-        bayes.predict(x, variance="learned")
 
 
 def test_variances_of_classes_are_those_of_differences():

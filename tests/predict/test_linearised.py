@@ -1,6 +1,5 @@
 """The linearised network in function space, the default of linearised posteriors: against dense truth and draws."""
 
-from concurrent.futures import ThreadPoolExecutor
 from math import pi
 
 import pytest
@@ -82,16 +81,6 @@ def test_mean_and_covariance(name, family, linearise):
     assert torch.allclose(covariance, dense @ density.covariance().detach() @ dense.mT, rtol=1e-8, atol=1e-8)
 
 
-def test_a_few_rows_at_a_time(monkeypatch):
-    net, x = nn.Linear(3, 2).double(), torch.randn(7, 3, dtype=torch.float64)
-    bayes = vi.variationalize(net, lk.Gaussian(1.0), vi.LowRankNormal(1), num_data=9)
-    whole = bayes.output_moments(x)
-    monkeypatch.setattr("structvi.predict.linearised.DRAWN_NUMBERS", 40)
-    parts = bayes.output_moments(x)
-    assert torch.allclose(whole.mean, parts.mean)
-    assert torch.allclose(whole.covariance, parts.covariance)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_density_of_gaussian_noise_is_that_of_the_closed_form(family):
     noise = 0.005  # far below the spread of the outputs: at points a density would be grainy
@@ -151,19 +140,6 @@ def test_mixtures_of_normals_are_mixtures_in_function_space(family):
     close(found.covariance.flatten(), variance)
 
 
-def test_gaussian_noise_that_is_learned_several_outputs_masks_and_a_scale():
-    bayes = fitted(network(), lk.Gaussian("point", initial=0.02))
-    mean, covariance = bayes.output_moments(X)
-    scale = (covariance.diagonal(dim1=1, dim2=2) + 0.02**2).sqrt()
-    t = mean + scale * torch.randn(mean.shape, generator=seeded(3), dtype=torch.float64)
-    seen = t > mean
-    expected = Normal(mean, scale).log_prob(t)
-    close(bayes.predict(X).log_prob((t, seen)), expected * seen)
-    metrics = bayes.evaluate([(X[:3], t[:3]), (X[3:], t[3:])], levels=(0.5,))
-    assert metrics.nlpd == pytest.approx(-float(expected.mean()), rel=1e-6)
-    assert metrics.crps == pytest.approx(float(bayes.predict(X).crps(t).mean()), rel=1e-6)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_an_input_that_is_not_finite_spoils_no_other(bad):
     bayes, x = fitted(network(outputs=5)), X.clone()
@@ -173,17 +149,6 @@ def test_an_input_that_is_not_finite_spoils_no_other(bad):
     assert pred.mean[3].isnan().all()
     others = [0, 1, 2, 4, 5, 6]
     torch.testing.assert_close(pred.mean[others], expected.mean[others], rtol=1e-9, atol=1e-12)
-
-
-def test_in_inference_mode_it_is_the_same():
-    bayes = fitted(network(outputs=5))
-    expected = bayes.predict(X)
-    with torch.inference_mode():
-        for given in (X, X + 0.0):
-            pred = bayes.predict(given)
-            assert pred.note == "in function space"
-            assert torch.equal(pred.outputs, expected.outputs)
-        assert torch.is_inference_mode_enabled()
 
 
 def test_classes_are_those_of_many_draws():
@@ -196,28 +161,6 @@ def test_classes_are_those_of_many_draws():
     assert error < 0.01  # 256 Sobol points of four dimensions; independent draws have .5/√256 = .03
     weights = bayes.predict(X, 20_000, generator=seeded()).mean
     assert (pred.mean - weights).abs().max() < 0.02  # of drawn weights three standard errors are .5·3/√20,000 = .011
-
-
-def test_a_mixture_is_the_average_of_its_members():
-    nets = [network(outputs=1), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()]
-    members = [fitted(net, lk.Gaussian(0.5)) for net in nets]
-    mixture = vi.Ensemble(members)
-    pred = mixture.predict(X, generator=seeded())
-    assert pred.note == "2 networks, in function space"
-    assert pred.draws == 2
-    t, exact = torch.zeros(7, 1, dtype=torch.float64), []
-    for one in members:
-        mean, covariance = one.output_moments(X)
-        exact.append(Normal(mean, (covariance[:, 0] + 0.25).sqrt()).log_prob(t))
-    expected = torch.stack(exact).logsumexp(0) - torch.tensor(2.0).log()
-    close(pred.log_prob(t), expected)
-    moments = [one.output_moments(X) for one in members]
-    apart = (moments[0].mean - moments[1].mean) / 2
-    close(pred.mean, (moments[0].mean + moments[1].mean) / 2)
-    close(pred.epistemic, (moments[0].covariance + moments[1].covariance)[:, 0] / 2 + apart.square())
-    assert mixture.evaluate([(X, t)]).nlpd == pytest.approx(-float(expected.mean()), rel=1e-6)
-    with pytest.raises(ValueError, match="draws=64"):
-        pred.sample()
 
 
 class Wide(nn.Linear):
@@ -278,16 +221,6 @@ def test_elsewhere_weights_are_drawn_as_before(case):
     assert pred.draws == expected.draws
 
 
-def test_outputs_without_an_axis_and_linearise_asked_for():
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double()
-    bayes = vi.variationalize(net, lk.Gaussian(0.5), vi.MeanField(), num_data=9)
-    assert bayes.predict(X).note == ""
-    pred = bayes.predict(X, linearise=True)
-    assert pred.note == "in function space"
-    assert pred.mean.shape == (7,)
-    torch.testing.assert_close(pred.epistemic, bayes.output_moments(X).covariance[:, 0, 0])
-
-
 def test_a_dict_batch_is_predicted_as_its_tensor_is():
     """With paths, labels and headers beside the image, as loaders of medical images give it."""
     batch = {"image": X, "label": torch.zeros(7), "path": ["a"] * 7, "header": {"spacing": [1.0] * 7}}
@@ -295,13 +228,3 @@ def test_a_dict_batch_is_predicted_as_its_tensor_is():
     pred, expected = bayes.predict(batch), fitted(network()).predict(X)
     assert pred.note == expected.note == "in function space"
     assert torch.equal(pred.mean, expected.mean)
-
-
-def test_predictions_are_the_same_in_other_threads_calls_and_batches():
-    bayes = fitted(network(outputs=5))
-    expected = bayes.predict(X).mean
-    with ThreadPoolExecutor(2) as pool:
-        found = [one.result() for one in [pool.submit(lambda: bayes.predict(X).mean) for _ in range(4)]]
-    assert all(torch.equal(one, expected) for one in found)
-    parts = torch.cat([bayes.predict(x).mean for x in X.split(3)])
-    torch.testing.assert_close(parts, expected, rtol=1e-9, atol=1e-12)

@@ -233,19 +233,6 @@ def test_weights_of_a_mixture_are_respected():
     assert abs(values.count(1.0) / 200 - 0.75) <= 4 * math.sqrt(0.75 * 0.25 / 200)
 
 
-def test_draws_are_rounded_to_whole_groups():
-    bayes = classifier()
-    x = randn(3, 2)
-    assert bayes.predict(x, draws=5).draws == 5
-    mixed = vi.variationalize(nn.Linear(2, 3).double(), lk.Categorical(), vi.Mixture(vi.MeanField(), 2), num_data=9)
-    pred = mixed.predict(x, draws=5)
-    assert (pred.draws, pred.note) == (6, "5 asked for, whole groups of 2 taken")
-    torch.testing.assert_close(pred.weights.sum().item(), 1.0)
-    point = vi.variationalize(nn.Linear(2, 3).double(), lk.Categorical(), vi.MAP(), num_data=9).predict(x)
-    assert point.draws == 1
-    assert (point.epistemic == 0).all()
-
-
 @pytest.mark.parametrize(
     "family",
     [
@@ -263,21 +250,6 @@ def test_families_with_a_random_noise(family):
     noise = (2 * bayes.space.unravel(theta)["likelihood.log_noise"]).exp()
     torch.testing.assert_close(pred.aleatoric, (draws.weight * noise).sum().expand(3, 1))
     torch.testing.assert_close(pred.components.variance[:, 0, 0], noise)
-
-
-def test_before_any_fit_it_warns_once(recwarn):
-    bayes, x = classifier(), randn(3, 2)
-    with pytest.warns(UserWarning, match="never fitted"):
-        bayes.predict(x)
-    bayes.predict(x)
-    own = classifier()
-    own.loss((x, torch.tensor([0, 1, 2]))).backward()  # a loop of one's own
-    own.predict(x)
-    fitted = classifier()
-    fitted.fit([(x, torch.tensor([0, 1, 2]))], steps=1, progress=False)
-    recwarn.clear()
-    fitted.predict(x)
-    assert not len(recwarn)
 
 
 def test_the_same_prediction_in_every_call_and_process():
@@ -352,48 +324,6 @@ def test_inputs_of_several_arguments_and_a_forward_of_ones_own():
     t = randn(3, 1, seed=1)
     theirs = own.evaluate([{"x": x, "t": t}], draws=8, generator=seeded())
     assert theirs.nlpd == pytest.approx(bayes.evaluate([((x, x), t)], draws=8, generator=seeded()).nlpd, rel=1e-12)
-
-
-def test_a_plain_function_as_likelihood():
-    net = nn.Linear(2, 1).double()
-
-    def laplace(y, t):
-        return -(t - y).abs() - math.log(2)
-
-    bayes = vi.variationalize(net, laplace, vi.MeanField(), num_data=9)
-    pred = bayes.predict(randn(3, 2), draws=8)
-    t = randn(3, 1, seed=1)
-    expected = torch.stack([laplace(y, t) for y in pred.outputs]).logsumexp(0) - math.log(8)
-    torch.testing.assert_close(pred.log_prob(t), expected)
-    assert pred.function_mean.shape == pred.function_variance.shape == (3, 1)
-    for name in ("mean", "variance", "entropy", "components"):
-        with pytest.raises(TypeError, match="plain function"):
-            getattr(pred, name)
-
-
-def test_networks_of_ones_own():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    net = Tied()
-    bayes = vi.variationalize(net, lk.Gaussian("random"), vi.MeanField(initial_scale=0.5), num_data=9)
-    drawn, again, mean = bayes.sample_network(seeded()), bayes.sample_network(seeded()), bayes.mean_network()
-    assert type(drawn) is Tied
-    assert drawn.a.weight is drawn.b.weight
-    assert drawn.a.weight is not net.a.weight
-    assert drawn.a.weight.requires_grad
-    for (name, p), (_, q) in zip(drawn.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(p, q)
-        assert not torch.equal(p, dict(net.named_parameters())[name])
-    named = bayes.space.unravel(bayes.family().mean)
-    for name, p in mean.named_parameters():
-        torch.testing.assert_close(p, named[name])
 
 
 def test_a_predictive_is_a_value():

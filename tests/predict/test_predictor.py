@@ -1,15 +1,10 @@
 """A posterior kept as drawn networks: the predictions of `predict`, from threads, files and programs too."""
 
-import copy
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
 
 import structvi as vi
-from tests.predict.test_threads import together
 
 DRAWS = 6
 
@@ -68,38 +63,7 @@ def test_it_predicts_as_the_posterior_does(name):
     assert served.draws == expected.draws
 
 
-def test_the_posterior_may_go():
-    bayes = make("labels")
-    family = weakref.ref(bayes.family)
-    served = bayes.predictor(DRAWS)
-    del bayes
-    gc.collect()
-    assert family() is None
-    assert served(x()).draws == DRAWS
-
-
 def test_its_memory_is_stated():
     """S·P drawn numbers, S weights, and the network: 50 weights of four bytes."""
     served = make("labels").predictor(DRAWS)
     assert served.nbytes == 4 * (DRAWS * 50 + DRAWS + 50)
-
-
-@pytest.mark.parametrize("name", ["labels", "dropout", "batch norm"])
-def test_threads_may_call_it_side_by_side(name):
-    served = make(name).predictor(DRAWS, generator=seeded())
-    inputs = [x(n) for n in range(2, 6)]
-    expected = [served(one).mean for one in inputs]
-    for index, got in enumerate(together(lambda i: served(inputs[i % 4]).mean, threads=6, calls=6)):
-        assert torch.equal(got, expected[index % 4])
-
-
-def test_it_stays_a_network_of_its_own():
-    """What the user does to the network does not reach it, and it does nothing to the network."""
-    bayes = make("batch norm")
-    served, before = bayes.predictor(DRAWS), copy.deepcopy(bayes.net.state_dict())
-    first = served(x()).mean
-    bayes.net.train()
-    bayes.net(x(9))  # moves the running statistics
-    assert torch.equal(served(x()).mean, first)
-    assert any(not torch.equal(a, b) for a, b in zip(before.values(), bayes.net.state_dict().values(), strict=True))
-    assert all(not p.requires_grad for p in served.drawn.posterior.net.parameters())

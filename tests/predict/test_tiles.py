@@ -1,6 +1,5 @@
 """Tiles against the whole volume in one pass."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -56,14 +55,6 @@ def test_a_smaller_margin_differs_at_the_cuts_only(setting):
     differs = (enough - none).abs().amax((0, 2, 3)) > 1e-12
     # the only cut is at 11; the tile behind it was moved back to end with the axis, and starts at 6
     assert differs.nonzero().flatten().tolist() == [8, 9, 10]
-
-
-def test_arrays_are_read_tile_by_tile(setting, tmp_path):
-    _, volume, tiles = setting
-    path = tmp_path / "volume.npy"
-    np.save(path, volume.numpy())
-    mapped, _ = assembled(np.load(path, mmap_mode="r"), tiles=tiles, tile=(8, 9, 7), margin=3)
-    torch.testing.assert_close(mapped, assembled(volume, tiles=tiles, tile=(8, 9, 7), margin=3)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stream", ["generator", "global"])

@@ -9,5 +9,5 @@ from structvi_tables import choosing, fitting, training
 def few_steps(monkeypatch):
     monkeypatch.setattr(training, "STEPS", 30)
     monkeypatch.setattr(training, "LOOK", 10)
-    monkeypatch.setattr(choosing, "HIDDEN", (8, 8))
+    monkeypatch.setattr(choosing, "WIDTH", 8)
     monkeypatch.setattr(fitting, "FOLDS", 3)

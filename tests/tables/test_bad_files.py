@@ -28,100 +28,47 @@ def amount(i):
 
 
 PLAIN = ("x", number), ("y", amount)
+
+
+def target(value):
+    return rows(("x", number), ("y", value))
+
+
+def column(value):
+    return rows(("x", value), ("y", amount))
+
+
 #: name → (content, arguments, words that the answer must have)
 BAD = {
     "empty": ("", [], ["is empty", "column names"]),
     "one column": (rows(("y", amount)), [], ["no column is left", "the target is the only one"]),
     "three rows": (rows(*PLAIN, n=3), [], ["3 rows", "30", "collect more"]),
-    "latin-1": (
-        rows(("größe", number), ("y", amount)).encode("latin-1"),
-        [],
-        ["not utf-8", "0xf6", "line 1", "cp1252"],
-    ),
+    "latin-1": (rows(("größe", number), ("y", amount)).encode("latin-1"), [], ["0xf6", "line 1", "cp1252"]),
     "unknown encoding": (rows(*PLAIN), ["--encoding", "utf-9"], ["no encoding 'utf-9'"]),
     "a workbook": (b"PK\x03\x04rest", [], ["Excel", "CSV"]),
-    "zero bytes": (b"x,y\n\x00\x01,2\n", [], ["zero bytes"]),
-    "duplicate columns": (
-        rows(("x", number), ("x", number), ("y", amount)),
-        [],
-        ["more than one column", "'x'", "rename"],
-    ),
-    "a column without a name": (rows(("x", number), ("", number), ("y", amount)), [], ["column 2 has no name"]),
-    "no line of names": (
-        rows(("1.5", number), ("2.5", amount)),
-        ["--target", "2.5"],
-        ["looks like data", "column names"],
-    ),
-    "a row too long": (rows(*PLAIN) + "1,2,3\n", [], ["line 42", "3 fields", "2 names"]),
-    "target not there": (rows(*PLAIN), ["--target", "z"], ["no column 'z'", "'x', 'y'"]),
-    "target in other case": (rows(*PLAIN), ["--target", "Y"], ["no column 'Y'", "'y'", "case"]),
-    "target missing": (rows(("x", number), ("y", lambda i: "")), [], ["no values at all"]),
-    "constant target": (rows(("x", number), ("y", lambda i: 7)), [], ["one value only", "'7'"]),
-    "rare class": (rows(("x", number), ("y", lambda i: "b" if i == 3 else "ac"[i % 2])), [], ["'b' (1 rows)", "merge"]),
-    "a class for each row": (rows(("x", number), ("y", lambda i: f"n{i}"), n=80), [], ["80 classes", "50"]),
-    "percentages as target": (
-        rows(("x", number), ("y", lambda i: f"{i % 13}.5 %")),
-        [],
-        ["with fewer than 5 rows", "%'", "12345.6"],
-    ),
-    "a line of totals": (rows(*PLAIN) + "Total,812.4\n", [], ["'x' has numbers", "'Total' in row 41"]),
-    "the names again": (rows(*PLAIN) + rows(*PLAIN), [], ["'y' has numbers", "'y' in row 41"]),
-    "text in numbers": (
-        rows(("x", lambda i: "broken" if i == 7 else number(i)), ("y", amount)),
-        [],
-        ["'x' has numbers", "'broken' in row 8", '--category "x"'],
-    ),
-    "infinite values": (
-        rows(("x", lambda i: "inf" if i == 4 else number(i)), ("y", amount)),
-        [],
-        ["infinite", "row 5"],
-    ),
-    "huge numbers": (
-        rows(("x", lambda i: "1e200" if i == 4 else number(i)), ("y", amount)),
-        [],
-        ["beyond 1e+100", "row 5"],
-    ),
-    "all columns empty": (
-        rows(("x", lambda i: ""), ("y", amount)),
-        [],
-        ["no column is left", "all values are missing"],
-    ),
+    "zero bytes": (b"x,y\n\x00\x01,2\n", [], ["is no text", "utf-16"]),
+    "duplicate columns": (rows(("x", number), *PLAIN), [], ["more than one column", "'x'", "rename"]),
+    "no line of names": (rows(("1.5", number), ("2.5", amount)), ["--target", "2.5"], ["looks like data"]),
+    "a row too long": (rows(*PLAIN) + "1,2,3\n", [], ["line 42", "2 fields"]),
+    "target not there": (rows(*PLAIN), ["--target", "Y"], ["no column 'Y'", "'x', 'y'"]),
+    "target missing": (target(lambda i: ""), [], ["0 rows with a value of 'y'"]),
+    "constant target": (target(lambda i: 7), [], ["one value only", "'7'"]),
+    "rare class": (target(lambda i: "b" if i == 3 else "ac"[i % 2]), [], ["'b' (1 rows)", "merge"]),
+    "percentages as target": (target(lambda i: f"{i % 13}.5 %"), [], ["fewer than 5 rows", "12345.6"]),
+    "a line of totals": (rows(*PLAIN) + "Total,812.4\n", [], ["'x' has 1 fields", "'Total' in row 41"]),
+    "text in numbers": (column(lambda i: "no" if i == 7 else number(i)), [], ["'no' in row 8", '--category "x"']),
+    "infinite values": (column(lambda i: "inf" if i == 4 else number(i)), [], ["'inf' in row 5"]),
+    "huge numbers": (column(lambda i: "1e200" if i == 4 else number(i)), [], ["'1e+200' in row 5"]),
+    "all columns empty": (column(lambda i: ""), [], ["no column is left", "all values are missing"]),
     "ids alone": (rows(("id", lambda i: 1000 - 7 * i), ("y", amount)), [], ["no column is left", "identifier"]),
-    "free text alone": (rows(("x", lambda i: f"text {i}"), ("y", amount)), [], ["identifier or free text"]),
     "unknown task": (rows(*PLAIN), ["--task", "ranking"], ["--task", "regression", "'ranking'"]),
     "unknown noise": (rows(*PLAIN), ["--noise", "Cauchy"], ["noise must be", "'Cauchy'"]),
     "level of ninety": (rows(*PLAIN), ["--level", "90"], ["inside (0, 1)"]),
-    "JSON": ('[{"x": 1, "y": 2}]', [], ["HTML, XML or JSON", "CSV"]),
-    "spaces between columns": (rows(*PLAIN).replace(",", "  "), [], ["separated by spaces", "commas"]),
-    "a comment above": (
-        "# of 2024\n" + rows(*PLAIN),
-        [],
-        ["line 2 has 2 fields, the first line 1 names", "a title above"],
-    ),
+    "spaces between columns": (rows(*PLAIN).replace(",", "  "), [], ["no column 'y'", "'x  y'"]),
+    "a comment above": ("# of 2024\n" + rows(*PLAIN), [], ["'# of 2024'", "a title above"]),
     "a quote left open": (rows(*PLAIN) + '"1,2\n', [], ["row 41", "not closed"]),
-    "a column more": (
-        "x,y,\n" + "\n".join(f"{number(i)},{amount(i)},1" for i in range(40)),
-        [],
-        ["column 3", "no name"],
-    ),
-    "decimal commas between commas": (
-        rows(("x", number), ("y", lambda i: f'"{str(amount(i)).replace(".", ",")}"')),
-        [],
-        ["digits and a point"],
-    ),
-    "thousands": (
-        rows(("x", lambda i: f'"{1000 * i * i + 12345:,}"'), ("y", amount)),
-        [],
-        ["such as '12,345'", "12345.6"],
-    ),
-    "units": (
-        rows(("x", number), ("y", lambda i: f"{abs(amount(i))} kg")),
-        [],
-        ["with fewer than 5 rows", "without units"],
-    ),
-    "huge identifiers": (rows(("n", lambda i: 10**16 + i % 2), ("y", amount)), [], ["cannot be told apart"]),
+    "thousands": (column(lambda i: f'"{1000 * i * i + 12345:,}"'), [], ["such as '12,345'", "12345.6"]),
     "damaged Parquet": (b"PAR1 and nothing", ["parquet"], ["Parquet"]),
-    "Parquet called csv": (b"PAR1 and nothing", [], ["call a Parquet file .parquet"]),
 }
 
 
@@ -143,13 +90,11 @@ def test_a_bad_file_is_answered(name, no_fit, monkeypatch, capsys, tmp_path):
     content, arguments, words = BAD[name]
     path = tmp_path / ("data.parquet" if "parquet" in arguments else "data.csv")
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    arguments = [one for one in arguments if one != "parquet"]
-    target = [] if "--target" in arguments else ["--target", "y"]
-    code, _, err = run(monkeypatch, capsys, "fit", path, *target, *arguments, "--out", tmp_path / "out")
+    options = [one for one in ("--target", "y", *arguments) if one != "parquet"]
+    code, _, err = run(monkeypatch, capsys, "fit", path, *options, "--out", tmp_path / "out")
     assert code == 2
     assert err.startswith("structvi: ")
     assert len(err.splitlines()) == 1
-    assert "Traceback" not in err
     for word in words:
         assert word in err, err
     assert not list((tmp_path / "out").glob("*"))
@@ -159,42 +104,25 @@ class Fitted(Exception):
     """A file was read, and would be fitted now."""
 
 
+def often(code, value):
+    return lambda i: code if i % 9 == 0 else value(i)
+
+
 #: name → (content, what is said of it), of files that can be fitted as they are
 ODD = {
-    "semicolons and decimal commas": (
-        rows(*PLAIN).replace(",", ";").replace(".", ","),
-        ["separated by semicolons", "decimal comma"],
-    ),
+    "decimal commas": (rows(*PLAIN).replace(",", ";").replace(".", ","), ["by semicolons", "decimal comma"]),
     "tabs": (rows(*PLAIN).replace(",", "\t"), ["separated by tabs"]),
-    "lines of Windows": (rows(*PLAIN).replace("\n", "\r\n"), []),
-    "a separator at the end": (rows(*PLAIN).replace("\n", ",\n"), ["empty column behind it was left out"]),
-    "blank lines above": ("\n\n" + rows(*PLAIN), []),
+    "lines of Windows": ("\n\n" + rows(*PLAIN).replace("\n", "\r\n"), []),
+    "a separator at the end": (rows(*PLAIN).replace("\n", ",\n"), ["without a name was left out"]),
     "a line break in a field": (rows(("c", lambda i: '"one\ntwo"' if i % 2 else '"a, ""b"""'), *PLAIN), []),
     "many kinds": (rows(("c", lambda i: "ab"[i % 2]), *PLAIN), ["'c': category, 2 levels; 'x': number"]),
     "rows too short": (rows(*PLAIN) + "1.5\n", ["1 rows without a value of 'y' were left out"]),
-    "dates": (rows(("d", lambda i: f"2024-{i % 12 + 1:02}-{i % 28 + 1:02}"), *PLAIN), []),
-    "dates with a time, day first": (
-        rows(("d", lambda i: f"{i % 28 + 1:02}.0{i % 9 + 1}.2024 1{i % 9}:30"), *PLAIN),
-        ["'d': date, read as day.month.year"],
-    ),
-    "a code in the target": (
-        rows(("x", number), ("y", lambda i: -999 if i % 9 == 0 else amount(i))),
-        ["'y' is -999 in 5"],
-    ),
-    "a code of missing values": (
-        rows(("x", lambda i: -999 if i % 9 == 0 else number(i)), ("y", amount)),
-        ["'x' is -999 in 5"],
-    ),
-    "words of missing values": (
-        rows(("x", lambda i: ["NA", "?", "null", "-"][i % 4] if i % 5 == 0 else number(i)), ("y", amount)),
-        [],
-    ),
+    "a code in the target": (target(often(-999, amount)), ["'y' is -999 in 5"]),
+    "a code of missing values": (column(often(-999, number)), ["'x' is -999 in 5"]),
+    "words of missing values": (column(lambda i: ["NA", "?", "null", "-"][i % 4] if i % 5 == 0 else number(i)), []),
     "copies of rows": (rows(*PLAIN) + rows(*PLAIN, n=20).split("\n", 1)[1], ["20 of 60 rows are copies"]),
     "the target again": (rows(*PLAIN, ("again", lambda i: 3 - 2 * amount(i))), ["'again' tells 'y' exactly"]),
-    "percentages": (
-        rows(("p", lambda i: f"{number(i)}%"), *PLAIN),
-        ["'p' was left out: nearly every row", "of numbers digits and a point"],
-    ),
+    "percentages": (rows(("p", lambda i: f"{number(i)}%"), *PLAIN), ["'p' was left out: nearly every row"]),
 }
 
 
@@ -214,9 +142,8 @@ def test_an_odd_file_is_read_and_what_is_odd_is_said(name, monkeypatch, tmp_path
         assert word in " ".join(said)
 
 
-@pytest.mark.parametrize("copies", [0, 20])
-def test_a_column_of_lists_is_left_out(copies, monkeypatch):
-    """As a Parquet file may have one: rows are told to be copies with what is in it."""
+def test_a_column_of_lists_is_left_out(monkeypatch):
+    """As a Parquet file may have one."""
 
     def fitted(*_):
         raise Fitted
@@ -226,17 +153,9 @@ def test_a_column_of_lists_is_left_out(copies, monkeypatch):
     table["y"] = [amount(i) for i in range(40)]
     said = []
     with pytest.raises(Fitted):
-        fitting.fit_table(pandas.concat([table, table.head(copies)]), "y", say=said.append)
-    words = " ".join(said)
-    assert "'z' was left out: its fields are lists" in words
-    assert (f"{copies} of 60 rows are copies" in words) == bool(copies)
-
-
-@pytest.mark.parametrize(("path", "words"), [("gone.csv", "there is no file"), (".", "is a folder")])
-def test_a_file_that_is_not_there(path, words, no_fit, monkeypatch, capsys, tmp_path):
-    code, _, err = run(monkeypatch, capsys, "fit", tmp_path / path, "--target", "y", "--out", tmp_path / "out")
-    assert code == 2
-    assert words in err
+        fitting.fit_table(pandas.concat([table, table.head(20)]), "y", say=said.append)
+    assert "'z' was left out: nearly every row" in " ".join(said)
+    assert "20 of 60 rows are copies" in " ".join(said)
 
 
 def test_pandas_is_asked_for(no_fit, monkeypatch, capsys, tmp_path):

@@ -37,13 +37,3 @@ def test_the_ten_lines_and_the_two_commands(few_steps, monkeypatch, capsys, tmp_
         assert stop.value.code == 0
     assert {"report.html", "predictions.csv", "model.json"} <= {path.name for path in Path("fitted").iterdir()}
     assert len(pd.read_csv("predictions.csv")) == 3
-
-
-def test_every_column_of_the_predictions_is_in_the_page(few_steps, monkeypatch):
-    from structvi_tables import fit_table
-
-    rows = pd.DataFrame({"x": range(1, 79, 2), "y": [0.1 * i**2 for i in range(39)]})
-    rows["x"] = rows["x"] * 1.5
-    fit = fit_table(rows, "y", noise="Gaussian")
-    for name in fit.model.predict(fit.test_table).columns:
-        assert f"`{name}`" in PAGE

@@ -1,6 +1,6 @@
 """A fit over the ranks of a `torch.distributed` process group: each reads its part, and gradients are summed.
 
-`posterior.fit` does so under `torchrun`; `own_loops` is for loops of your own.
+`posterior.fit` does so under `torchrun`.
 """
 
 import sys

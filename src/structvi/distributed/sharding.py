@@ -127,8 +127,11 @@ class Sharded:
     """The base of sharded families: this rank's rows, and the density over the rows of all ranks."""
 
     rows: Rows
-    #: names of the tensors that are cut into rows
-    row_tensors: tuple[str, ...] = ("mean", "log_scale", "factor", "unit")
+
+    @property
+    def row_tensors(self) -> tuple[str, ...]:
+        """The names of the tensors that are cut into rows: all that a family has."""
+        return tuple(self.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self) -> Density:
         return ShardedDensity(super().forward(), self.rows)  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,8 +143,6 @@ class Sharded:
 class ShardedMeanField(Sharded, MeanField):
     """Some rows of a `MeanField`."""
 
-    row_tensors = ("mean", "log_scale")
-
 
 class ShardedLowRankNormal(Sharded, LowRankNormal):
     """Some rows of a `LowRankNormal`."""
@@ -151,11 +152,11 @@ class ShardedLowRankPrecision(Sharded, LowRankPrecision):
     """Some rows of a `LowRankPrecision`."""
 
 
-WHOLE: dict[type[Family], type[Family]] = {
-    ShardedMeanField: MeanField,
-    ShardedLowRankNormal: LowRankNormal,
-    ShardedLowRankPrecision: LowRankPrecision,
-}
+#: of each family the one that has some of its rows
+SHARDED: dict[type[Family], type[Family]] = {
+    MeanField: ShardedMeanField, LowRankNormal: ShardedLowRankNormal, LowRankPrecision: ShardedLowRankPrecision,
+}  # fmt: skip
+WHOLE = {sharded: whole for whole, sharded in SHARDED.items()}
 
 
 def whole_family(family: Family) -> Family:
@@ -183,7 +184,7 @@ def shard(posterior: AnyPosterior) -> AnyPosterior:
             "torch.distributed.init_process_group()"
         )
     family = posterior.family
-    kind = next((sharded for sharded, own in WHOLE.items() if type(family) is own), None)
+    kind = SHARDED.get(type(family))
     if kind is None:
         raise TypeError(
             f"a {type(family).__name__} cannot be sharded; shard is for LowRankNormal, LowRankPrecision and MeanField"
@@ -192,7 +193,7 @@ def shard(posterior: AnyPosterior) -> AnyPosterior:
     most = -(-P // size)
     rows = Rows(min(rank * most, P), min((rank + 1) * most, P), P, most)
     from_rank_0([*posterior.net.parameters(), *posterior.net.buffers()])
-    tensors = {name: getattr(family, name).detach().clone() for name in kind.row_tensors}  # pyright: ignore
+    tensors = {name: tensor.detach().clone() for name, tensor in family.state_dict().items()}
     from_rank_0(tensors.values())
     made = _with_tensors(posterior, kind, {name: tensor[rows.slice] for name, tensor in tensors.items()})
     vars(made.family).update(rows=rows, stream=rows.start + 1)

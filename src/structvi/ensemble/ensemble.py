@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from ..families.family import Family
 from ..files import posterior_file
 from ..files.describe import refusing
 from ..files.file import CheckpointError, read, write
-from ..files.posterior_file import SCORES, describe_calibration, loaded_calibration
+from ..files.posterior_file import SCORES, describe_calibration
 from ..laplace.laplace import LaplaceResult, place_together
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
@@ -26,10 +25,8 @@ from ..parameters import Parameters
 from ..posterior import Posterior, variationalize
 from ..predict.calibration import calibrate
 from ..predict.metrics import evaluate
-from ..predict.predict import WeightDraws, predict
-from ..predict.predictive import observed_target
+from ..predict.predict import predict
 from ..result import Result, Status
-from ..train.data import Batches
 from ..train.result import FitResult
 from ..util.folder_files import write_together
 from .many import fit_many
@@ -37,12 +34,6 @@ from .many import fit_many
 KIND = "ensemble"
 #: files of a folder
 FILE, MEMBER = "ensemble.safetensors", "network-{}.safetensors"
-#: iterations of expectation maximisation over the weights; each gains
-ITERATIONS = 500
-#: observations that all members share equally in stacking: they hold the weights together where data are few
-EQUAL_ROWS = 3.0
-#: draws of each member, of the held-out log density by which members are weighed
-STACKING_DRAWS = 64
 
 
 @dataclass(repr=False, kw_only=True)
@@ -50,9 +41,8 @@ class EnsembleResult(Result):
     """The result of an ensemble's fit.
 
     Attributes:
-        elbo: Σ_c w_c ELBO_c − KL[w‖1/C], of member and weights together.
+        elbo: the mean over the members.
         members: the result of each.
-        weights: of the members.
         held_out: log density of the held-out data, the average over all members, in nats a number; None without them.
         gain: over the average of the trained networks with its own temperature, and its standard error over rows; None
             if the members were trained.
@@ -60,18 +50,12 @@ class EnsembleResult(Result):
     """
 
     members: Sequence[FitResult | LaplaceResult]
-    weights: list[float]
     held_out: float | None = None
     gain: tuple[float, float] | None = None
     ensemble: "Ensemble"
 
     def headlines(self) -> list[str]:
-        weights, ended = ", ".join(f"{w:.3f}" for w in self.weights), Counter(one.status for one in self.members)
-        lines = [
-            f"{len(self.members)} networks, weights {weights}",
-            f"ELBO of member and weights: {self.elbo}",
-            "they ended: " + ", ".join(f"{count} {status.value}" for status, count in ended.items()),
-        ]
+        lines = [self.verdict, f"mean ELBO of the members: {self.elbo}"]
         if self.held_out is not None:
             lines.append(f"held-out log density: {self.held_out:.4f} nats")
         if self.gain is not None:
@@ -98,9 +82,6 @@ class Ensemble(nn.Module):
     Args:
         posteriors: what `variationalize` returns, one for each network.
 
-    Attributes:
-        weights: of the members, [C] in float64: equal, until `stack` changes them.
-
     Example:
         >>> from structvi import MAP, likelihoods
         >>> nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
@@ -108,8 +89,6 @@ class Ensemble(nn.Module):
         >>> ensemble.predict(torch.zeros(5, 3)).mean.shape
         torch.Size([5, 2])
     """
-
-    weights: Tensor
 
     def __init__(self, posteriors: Sequence[Posterior]):
         super().__init__()
@@ -123,7 +102,6 @@ class Ensemble(nn.Module):
         #: found by `calibrate`, as for a posterior; calibrations of the members take no part
         self.calibration: Calibration | None = None
         self.chosen_on: str | None = None
-        self.register_buffer("weights", torch.full((len(posteriors),), 1 / len(posteriors), dtype=torch.float64))
 
     @classmethod
     def of(
@@ -181,7 +159,7 @@ class Ensemble(nn.Module):
         each: Mapping[str, Sequence[Any]] | None = None,
         **options: Any,
     ) -> EnsembleResult:
-        """Train every member, all at once if `fit_many` can; the members have equal weights, see `stack`.
+        """Train every member, all at once if `fit_many` can.
 
         Args:
             loader: as `Posterior.fit` takes it.
@@ -195,8 +173,8 @@ class Ensemble(nn.Module):
             >>> data = [(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))]
             >>> nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
             >>> ensemble = Ensemble.of(nets, likelihoods.Categorical(), MeanField(), num_data=8)
-            >>> ensemble.fit(data, steps=2, progress=False).weights
-            [0.5, 0.5]
+            >>> len(ensemble.fit(data, steps=2, progress=False).members)
+            2
         """
         C = len(self.members)
         own = {"seed": [seed + c for c in range(C)], **(each or {})}
@@ -208,9 +186,8 @@ class Ensemble(nn.Module):
                 "them alone, or fit again with a smaller lr="
             )
         self.calibration, self.chosen_on = None, self.posteriors[0].chosen_on
-        self.weights.fill_(1 / C)
-        density = None if validation is None else self._density(self._log_probs(validation, seed))
-        return self._result(results, held_out=density)
+        held_out = None if validation is None else -self.evaluate(validation, progress=False).nlpd
+        return self._result(results, held_out=held_out)
 
     def laplace(
         self, loader: Iterable[Any], *, validation: Iterable[Any] | None = None, seed: int = 0, progress: bool = True
@@ -220,7 +197,6 @@ class Ensemble(nn.Module):
         The average over the networks themselves is one of the candidates.
         """
         results, found = place_together(self.posteriors, loader, validation=validation, seed=seed, progress=progress)
-        self.weights.fill_(1 / len(self.members))
         self.chosen_on, self.calibration = self.posteriors[0].chosen_on, None
         if found is None:
             return self._result(results)
@@ -230,56 +206,24 @@ class Ensemble(nn.Module):
             notes.append(f"predictions are calibrated on the held-out data: {found.calibration}")
         return self._result(results, held_out=found.density(found.selected), gain=gain, notes=notes)
 
-    def stack(self, validation: Iterable[Any], *, seed: int = 0) -> float:
-        """Give the members the weights with the highest held-out log density, and return that density.
-
-        Three more observations that all members share draw the weights to equal ones. Weights by the ELBO would all be
-        zero but for one.
-        """
-        log_probs = self._log_probs(validation, seed)
-        self.weights.copy_(stacking(log_probs))
-        self.calibration = None
-        return self._density(log_probs)
-
-    def _log_probs(self, validation: Iterable[Any], seed: int) -> Tensor:
-        """Return log p_c(t) of every observed number under each member, [C, n]."""
-        found = []
-        for member in self.posteriors:
-            draws = WeightDraws(member, STACKING_DRAWS, generator=torch.Generator().manual_seed(seed))
-            rows = []
-            for batch in Batches(validation, seed, self.device).everything():
-                inputs, target = draws.split(batch)
-                log_prob = draws.mixture(inputs).log_prob(target).double()
-                observed = observed_target(member.model.likelihood, target)[1]
-                rows.append((log_prob if observed is None else log_prob[observed]).flatten().cpu())
-            found.append(torch.cat(rows))
-        return torch.stack(found)
-
-    def _density(self, log_probs: Tensor) -> float:
-        return float((self.weights.cpu().log().unsqueeze(-1) + log_probs).logsumexp(0).mean())
-
     def _result(self, results: Sequence[FitResult | LaplaceResult], **found: Any) -> EnsembleResult:
-        status = max((one.status for one in results), key=list(Status).index)  # the worst
+        ended = Counter(one.status for one in results)
+        per_group = torch.stack([torch.as_tensor(one.elbo.per_group) for one in results]).mean(0)
         return EnsembleResult(
-            status=status, verdict=f"{len(results)} networks, each: {status}", elbo=self._elbo(results),
-            members=results, weights=self.weights.tolist(), ensemble=self, **found,
+            status=max(ended, key=list(Status).index),  # the worst
+            verdict=f"{len(results)} networks: " + ", ".join(f"{count} {status}" for status, count in ended.items()),
+            elbo=Estimate.of(per_group, all(one.bound for one in results)),
+            members=results, ensemble=self, **found,
         )  # fmt: skip
 
-    def _elbo(self, results: Sequence[FitResult | LaplaceResult]) -> Estimate:
-        w = self.weights.cpu()
-        divergence = torch.xlogy(w, w * len(w)).sum()
-        per_group = sum((share * one.elbo.per_group for share, one in zip(w, results, strict=True)), -divergence)
-        return Estimate.of(torch.as_tensor(per_group), all(one.bound for one in results))
-
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a file for every member, and one for the weights and the calibration, in place of those in the folder.
+        """Write a file for every member, and one for the calibration, in place of those in the folder.
 
         `vi.load(folder, networks)` reads them.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         described, tensors = describe_calibration(self.calibration)
-        tensors["weights"] = self.weights
 
         def make(hidden: Path) -> None:
             for c, member in enumerate(self.posteriors):
@@ -302,42 +246,14 @@ def load_ensemble(folder: str | os.PathLike[str], networks: Sequence[nn.Module],
     path = Path(folder) / FILE
     tensors, saved = read(path)
     count, described = saved.get("networks"), saved.get("calibration")
-    if saved.get("kind") != KIND or not {"weights"} <= set(tensors) <= {"weights", SCORES}:
+    if saved.get("kind") != KIND or not set(tensors) <= {SCORES}:
         raise CheckpointError(f"{path} does not describe an ensemble")
-    weights = tensors["weights"]
-    if weights.shape != (count,) or not bool((weights >= 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
-        raise CheckpointError(f"{path}: the weights must be {count} numbers ≥ 0 that sum to one")
     if len(networks) != count:
         raise ValueError(f"{path} is of {count} networks, got {len(networks)}")
     paths = [Path(folder) / MEMBER.format(c) for c in range(len(networks))]
     pairs = zip(paths, networks, strict=True)
     ensemble = Ensemble([posterior_file.load(Posterior, own, net, **given) for own, net in pairs])
-    ensemble.weights.copy_(weights)
     ensemble.chosen_on = ensemble.posteriors[0].chosen_on
     with refusing(path):
-        ensemble.calibration = loaded_calibration(described, tensors.get(SCORES), ensemble.model.likelihood)
+        ensemble.calibration = Calibration.of(described, tensors.get(SCORES))
     return ensemble
-
-
-def stacking(log_probs: Tensor, rows: float = EQUAL_ROWS) -> Tensor:
-    """Return the weights with the highest Σ_n log Σ_c w_c p_c(t_n) + rows/C Σ_c log w_c: [C, n] → [C].
-
-    The second term keeps the weights equal if data are few, like further rows that all members share. The problem
-    is concave, and expectation maximisation solves it.
-
-    Args:
-        log_probs: of each member and each observation.
-        rows: how many; 0 for the first term alone.
-
-    Example:
-        >>> stacking(torch.tensor([[-1.0], [-3.0]]).double().expand(2, 97)).round(decimals=3).tolist()
-        [0.983, 0.017]
-        >>> stacking(torch.tensor([[-1.0], [-3.0]]).double(), rows=0).round(decimals=3).tolist()
-        [1.0, 0.0]
-    """
-    C, n = log_probs.shape
-    log_weights = log_probs.new_full((C,), -log(C))
-    for _ in range(ITERATIONS):
-        share = (log_weights.unsqueeze(-1) + log_probs).softmax(0)  # [C, n]
-        log_weights = ((share.sum(-1) + rows / C) / (n + rows)).clamp(min=1e-300).log()
-    return log_weights.exp() / log_weights.exp().sum()

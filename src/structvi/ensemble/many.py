@@ -1,7 +1,7 @@
 """Many fits of small networks as one computation: vmap over the posteriors, one Adam over their stacked tensors."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf, nan
@@ -14,9 +14,9 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from ..couplings import Noise
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, Taken
 from ..families.numerics import unread
-from ..models.bayesian_model import batch_size, rows, split_batch
+from ..models.bayesian_model import batch_size, split_batch
 from ..networks.vmap_or_loop import Evaluation
 from ..objective import Estimator, NonFiniteError, log_q_at, terms_at
 from ..posterior import Posterior
@@ -47,8 +47,7 @@ def fit_many(
     Posteriors of one form (network, family, likelihood and prior made with the same arguments) with fits of one length
     are fitted as one computation. Noise, order of the data, clipping and the end are each fit's own. Data sets may
     differ in size: shorter batches are padded with rows that count nothing. Single fits have the same results up to
-    rounding, with two exceptions. A step that is not finite still ages Adam's moments, and held-out data are read only
-    at the end.
+    rounding, with one exception: a step that is not finite still ages Adam's moments.
 
     Large networks, and options that cannot be stacked (an optimizer of your own, `accumulate`, mixed
     precision, several ranks), are fitted one after another; `result.notes` says why.
@@ -163,22 +162,6 @@ def _result(fit: Fit, stopped: bool) -> FitResult:
     return result
 
 
-def batches(fit: Fit) -> Iterator[Any]:
-    """Give the batches of all steps, in the order of a single fit and with as many numbers from its stream."""
-    while True:
-        epoch = fit.data.epoch(fit.epoch)
-        while True:
-            with fit.reading():
-                batch = next(epoch, None)
-            if batch is None:
-                break
-            fit.index += 1
-            yield batch
-        if not fit.index:
-            raise ValueError("the loader gave no batch in an epoch; can it be read more than once?")
-        fit.epoch, fit.index = fit.epoch + 1, 0
-
-
 class Objective(nn.Module):
     """Fit and complexity of one posterior at given noise, [groups] each: the function that is vmapped.
 
@@ -216,7 +199,7 @@ class StackedFits:
 
     def __init__(self, fits: Sequence[Fit], options: Options):
         self.fits, self.clip = fits, options.clip or inf
-        self.begin_reading()
+        self.readers, self.taken = [one.batches() for one in fits], dict[int, Taken]()
         # no padded batch is larger than the data of this one
         largest = max(fits, key=lambda one: one.settings["num_data"]).posterior
         self.objective, self.device = Objective(largest, options.estimator), largest.device
@@ -256,16 +239,12 @@ class StackedFits:
         made = [[coupling(*call, one, dtype, self.device) for call in self.calls] for one in generators]
         return tuple(Noise(*map(torch.stack, zip(*own, strict=True))) for own in zip(*made, strict=True))
 
-    def begin_reading(self) -> None:
-        """Begin with the first batches."""
-        self.readers = [batches(one) for one in self.fits]
-        self.batches: list[Any] = [None] * len(self.fits)
-
     def read(self, active: Iterable[int]) -> None:
-        """Read the next batches of these fits; the others keep their last ones."""
+        """Take the batches of the next step of these fits; the others keep their last ones."""
         for m in active:
-            self.batches[m] = next(self.readers[m])
-        self.rows = [rows(batch) for batch in self.batches]
+            self.taken[m] = next(self.readers[m])
+        every = [self.taken[m] for m in range(len(self.fits))]
+        self.batches, self.rows = [one.batches[0] for one in every], [one.whole for one in every]
 
     def evaluate(self, noise: tuple[Noise, ...], more: int = 0) -> tuple[Tensor, Tensor]:
         """Return fit and complexity of every posterior on its present batch, [M, groups] each."""
@@ -300,9 +279,7 @@ class StackedFits:
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             return f"vmap cannot run them: {(str(error).strip() or repr(error)).splitlines()[0][:200]}"
         finally:
-            for one in self.fits:
-                one.index = 0
-            self.begin_reading()
+            self.readers = [one.batches() for one in self.fits]
         tolerance = CLOSE * torch.finfo(alone.dtype).eps ** 0.5
         if torch.allclose(fit - complexity, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
             return None
@@ -311,7 +288,8 @@ class StackedFits:
     def _alone(self, m: int, noise: tuple[Noise, ...]) -> Tensor:
         """Return the ELBO of one posterior with its own network on its own rows, [groups]."""
         own = pytree.tree_map(lambda x: x[m], noise)
-        fit, complexity = Objective(self.fits[m].posterior, self.objective.estimator).at({}, own, self.batches[m])
+        objective = Objective(self.fits[m].posterior, self.objective.estimator)
+        fit, complexity = objective.at({}, own, self.batches[m])
         return fit - complexity
 
     def loop(self, progress: bool) -> bool:
@@ -333,15 +311,12 @@ class StackedFits:
     def step(self, active: Sequence[int]) -> list[float]:
         """Move every active posterior as a step of its own fit would, up to rounding; return their ELBOs."""
         started, going = time.monotonic(), [self.fits[m] for m in active]
-        if going[0].stage_two_is_due:
-            for one in going:
-                one.begin_stage_two()
-            self._see_what_learns()
         self.read(active)
         self.optimizer.zero_grad()
         fit, complexity = self.evaluate(self.noise([one.generator for one in self.fits]))
         kl_weight = _per_fit([one.kl_weight for one in self.fits], fit)
-        weight = _per_fit([self.weight(m) for m in range(len(self.fits))], fit)
+        every = [one.weighted(self.taken[m])[1][0] / one.settings["num_data"] for m, one in enumerate(self.fits)]
+        weight = _per_fit(every, fit)
         (weight * (kl_weight * complexity - fit)).mean(-1).sum().backward()
         with torch.no_grad():
             elbo = (fit - complexity).double()
@@ -354,14 +329,9 @@ class StackedFits:
         seconds = time.monotonic() - started
         for m, one in zip(active, going, strict=True):
             self._record(one, told[m], rates[m], seconds)
-            one.rows, one.step = one.rows + self.rows[m], one.step + 1
-            one.settle()
+            one.end_step(self.taken[m])
+        self._see_what_learns()
         return [told[m][0] for m in active]
-
-    def weight(self, m: int) -> float:
-        """Return the weight of −elbo: all observations of a fit count the same, also in a short last batch."""
-        one = self.fits[m]
-        return self.rows[m] / (one.mean_rows or (one.rows + self.rows[m]) / (one.step + 1)) / one.settings["num_data"]
 
     def _clip(self, elbo: Tensor) -> tuple[Tensor, Tensor]:
         """Clip every posterior's gradient, which is zero if something is not finite; return norms, and which are."""
@@ -391,10 +361,8 @@ class StackedFits:
         if finite:
             fit.record(elbo, error, norm, lr, seconds)
             return
-        fit.index -= 1  # of the batch that is named
         with suppress(NonFiniteError):  # the others go on
             fit.leave_out(NonFiniteError("the loss or its gradient is not finite"))
-        fit.index += 1
 
     def release(self) -> None:
         """Give the posteriors their own tensors back, with the values of now."""

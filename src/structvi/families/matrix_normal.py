@@ -156,10 +156,20 @@ class OutputNormals(NamedTuple):
         """The variance of every output: [n, C]."""
         return (self.axes.square() @ self.along.unsqueeze(-1)).squeeze(-1)
 
+    @property
+    def centred(self) -> "OutputNormals":
+        """Independent normals of each output less the mean of all outputs, which labels do not tell."""
+        axes = self.axes - self.axes.mean(-2, keepdim=True)
+        return OutputNormals(
+            torch.ones_like(self.along[:1, :1]), (axes.square() @ self.along.unsqueeze(-1)).squeeze(-1)
+        )
+
     def draw(self, noise: Tensor) -> Tensor:
         """Return deviations from the mean at standard noise [S, C] or [S, n, C]: [S, n, C]."""
         noise = noise if noise.ndim == 3 else noise.unsqueeze(1)
         scaled = noise * self.along.sqrt()
+        if self.axes.shape == (1, 1):  # of one output, or of independent ones
+            return scaled * self.axes
         if self.axes.ndim == 2:
             return scaled @ self.axes.mT
         return (scaled.movedim(0, 1) @ self.axes.mT).movedim(1, 0)

@@ -1,4 +1,4 @@
-"""Families, priors and likelihoods as JSON, and back: by name, from an explicit list of classes, never by import.
+"""Families, priors and likelihoods as JSON, and back: by name, from the classes of their packages, never by import.
 
 A description may come from anyone: `decode` makes an object of the requested kind, within a bound on its size.
 """
@@ -15,7 +15,8 @@ from torch import distributions as td
 from .. import families
 from ..families import Family
 from ..models import likelihoods, priors
-from ..models.priors.hierarchical import HierarchicalNormalPrior
+from ..models.likelihoods import Likelihood
+from ..models.priors import SeparablePrior, SumPrior
 from ..util.checks import is_integer
 from ..util.configuration import configuration
 from .file import CheckpointError, brief
@@ -24,21 +25,14 @@ from .file import CheckpointError, brief
 FAMILIES = 4096
 
 Kind = Literal["family", "likelihood", "prior"]
+_PACKAGES = {"family": (families, Family), "likelihood": (likelihoods, Likelihood), "prior": (priors, SeparablePrior)}
 #: classes that are rebuilt from their constructors' arguments, which they keep as attributes
-_KINDS: dict[Kind, tuple[type, ...]] = {
-    "family": (
-        families.MAP, families.MeanField, families.LowRankNormal, families.LowRankPrecision, families.FullNormal,
-        families.MatrixNormal, families.Mixture, families.PerLayer, families.MCDropout, families.Rotated,
-    ),
-    "likelihood": (
-        likelihoods.Gaussian, likelihoods.Categorical, likelihoods.Bernoulli, likelihoods.Poisson, likelihoods.StudentT,
-    ),
-    "prior": (
-        priors.NormalPrior, priors.LaplacePrior, priors.StudentTPrior, HierarchicalNormalPrior, priors.SumPrior,
-        priors.DistributionPrior,
-    ),
-}  # fmt: skip
-_CLASSES = {cls.__name__: (kind, cls) for kind, classes in _KINDS.items() for cls in classes}
+_CLASSES: dict[str, tuple[str, type]] = {
+    name: (kind, getattr(package, name))
+    for kind, (package, base) in _PACKAGES.items()
+    for name in package.__all__
+    if isinstance(getattr(package, name), type) and issubclass(getattr(package, name), (base, SumPrior))
+}
 _DISTRIBUTIONS: dict[str, type[td.Distribution]] = {
     cls.__name__: cls
     for cls in (

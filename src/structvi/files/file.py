@@ -14,19 +14,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 #: the version of the format that this module writes, and the only one that it reads
 FORMAT = 2
 #: bytes of a tensor that are looked at, and copied, at once
 PIECE = 4_000_000
-#: how safetensors names dtypes
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CheckpointError(ValueError):
@@ -40,8 +34,8 @@ class MissingFile(CheckpointError, FileNotFoundError):
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
     """Write one file atomically: afterwards `path` holds all of it, or the old content.
 
-    A temporary file in the same directory is written, flushed to the disk and renamed. Tensors are written one after
-    the other from their memory: one on a GPU, or with gaps, is copied.
+    A temporary file in the same directory is written, flushed to the disk and renamed. Tensors are written from their
+    memory: one on a GPU, or with gaps, is copied.
 
     Args:
         path: the file; one that is there is replaced.
@@ -60,31 +54,17 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], descripti
         raise FileNotFoundError(f"cannot write {path}: there is no directory {Path(path).parent}; make it first")
     if target.exists() and not target.is_file():
         raise IsADirectoryError(f"cannot write {path}: it is a directory or a device; give the name of a file in it")
-    # the largest elements first, so that each tensor begins at a multiple of its own
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
-    place = 0
-    for name in names:
-        tensor = tensors[name]
-        if tensor.layout != torch.strided or tensor.dtype not in _NAMES:
-            raise TypeError(f"cannot write {path}: {name} is a {tensor.layout} tensor of {tensor.dtype}")
-        offsets = [place, place := place + tensor.nbytes]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = _canonical({"description": description, "format": FORMAT, "sha256": digest(tensors, description)})
-    head = _canonical({"__metadata__": {"structvi": text}, **header}).encode()
-    head += b" " * (-len(head) % 8)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(len(head).to_bytes(8, "little") + head)
-            for name in names:
-                file.writelines(_bytes(tensors[name]))
-            file.flush()
+        save_file({name: _alone(tensor) for name, tensor in tensors.items()}, temporary, {"structvi": text})
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         left = "the file that was there is untouched" if target.exists() else "no file was made"
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror or error}; {left}") from error
+        number = error.errno if isinstance(error, OSError) else None
+        raise OSError(number, f"cannot write {path}: {error}; {left}") from error
     finally:
         temporary.unlink(missing_ok=True)
     if os.name == "posix":  # the rename itself, which Windows has no way to flush
@@ -159,6 +139,12 @@ def brief(value: object, length: int = 80) -> str:
 def all_finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite."""
     return all(bool(part.isfinite().all()) for part in _parts(tensor))
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return the tensor in the host's memory without gaps; a part of a larger one is copied."""
+    whole = tensor.detach().cpu().contiguous()
+    return whole if whole.nbytes == whole.untyped_storage().nbytes() else whole.clone()
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -6,7 +6,6 @@ memory. Only if they are the tensors of that family, a family is made for them.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from ..families.family import Family
 from ..models.bayesian_model import BayesianModel
 from ..models.calibration import Calibration
-from ..models.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, StudentT
 from ..models.priors import Prior
 from ..networks.call import alone_with, padding_rows
 from ..networks.learned_variance import LearnedVariance
@@ -38,8 +36,6 @@ PARTS: tuple[Kind, ...] = ("family", "likelihood", "prior")
 Table = dict[str, tuple[Any, ...]]
 #: tensors of no part: θ₀, and scores of conformal sets
 LINEARISED, SCORES = "linearised", "calibration.scores"
-#: hashes of held-out rows, see `predict/calibration.py`
-FINGERPRINT = re.compile("([0-9a-f]{8}(,[0-9a-f]{8})*)?")
 #: lines of differences in a message
 LINES = 20
 
@@ -51,37 +47,34 @@ def save(posterior: "Posterior", path: str | os.PathLike[str], network: Literal[
     model, status = posterior.model, posterior.fit_status
     calibration, tensors = describe_calibration(posterior.calibration)
     for part, module in _modules(posterior).items():
-        tensors |= _prefixed(part, module.state_dict())
-        if not all(map(all_finite, module.state_dict().values())):
+        own = module.state_dict()
+        tensors |= {f"{part}.{name}": tensor for name, tensor in own.items()}
+        if not all(map(all_finite, own.values())):
             raise ValueError(f"the {part} has values that are not finite: save a posterior whose fit has not failed")
     with alone_with(model.net):  # no call has drawn weights in it
         random, held = _tensors_of(model.net, model.net_space.names)
     if network == "store":
-        tensors |= _prefixed("network", held)
+        tensors |= {f"network.{name}": tensor for name, tensor in held.items()}
     if model.linearised_at is not None:
         tensors[LINEARISED] = model.linearised_at
     variance, ood = posterior.learned_variance, posterior.ood
-    options = {
-        "num_data": model.known_num_data, "keys": model.keys, "evaluation": model.evaluation.mode,
-        "chunk": model.evaluation.chunk, "checkpoint_activations": model.checkpoint_activations,
-        "linearise": model.linearised_at is not None,
-    }  # fmt: skip
     description = {
         "kind": KIND,
-        "family": describe_part(posterior.family),
-        "likelihood": describe_part(model.likelihood),
-        "prior": describe_part(model.prior),
-        "forward": describe_part(model.user_forward),
+        **{part: describe_part(value) for part, value in _parts(posterior).items()},
         "random": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in random.items()],
         "hash": digest(held) if network == "hash" else None,
-        "model": encode(options),
+        "model": encode({
+            "num_data": model.known_num_data, "keys": model.keys, "evaluation": model.evaluation.mode,
+            "chunk": model.evaluation.chunk, "checkpoint_activations": model.checkpoint_activations,
+            "linearise": model.linearised_at is not None,
+        }),
         "modes": encode({"dropout": posterior.dropout, "batch_norm": posterior.batch_norm}),
         "calibration": calibration,
         "chosen_on": posterior.chosen_on,
         "variance": None if variance is None else [variance.layer, *variance.slope.shape],
         "ood": None if ood is None else [ood.layer, *ood.means.shape],
         "fit_status": None if status is None else str(status),
-    }
+    }  # fmt: skip
     if "value" in description["family"]:  # `load` would refuse more families than it counts
         decode(description["family"]["value"], "family")
     write(path, tensors, description)
@@ -115,11 +108,9 @@ def load(
         posterior.ood = _of_features(OutOfDistribution, saved["ood"], space, net)
         posterior.fit_status = None if saved["fit_status"] is None else Status(saved["fit_status"])
         posterior.chosen_on = saved["chosen_on"]
-        if posterior.chosen_on is not None and not FINGERPRINT.fullmatch(posterior.chosen_on):
-            raise ValueError(f"expected null or the fingerprint of held-out data, got {brief(posterior.chosen_on)}")
-        if forward is None and saved["forward"] != {"value": None}:
-            raise ValueError(f"expected no function, got {brief(saved['forward'])}")
-        posterior.calibration = loaded_calibration(saved["calibration"], tensors.get(SCORES), model.likelihood)
+        if not isinstance(posterior.chosen_on, str | None):
+            raise TypeError(f"expected null or the fingerprint of held-out data, got {brief(posterior.chosen_on)}")
+        posterior.calibration = Calibration.of(saved["calibration"], tensors.get(SCORES))
         _set_tensors(posterior, tensors)
         if not recipe.is_bound:  # with memory now: the file has as many numbers
             posterior.family = recipe.bind(model.space, torch.Generator().manual_seed(0))
@@ -188,14 +179,18 @@ def _set_tensors(posterior: "Posterior", tensors: Mapping[str, Tensor]) -> None:
         module.load_state_dict(under(part, tensors), assign=True)
 
 
+def _parts(posterior: "Posterior") -> dict[str, Any]:
+    """Return the parts that a user may have written."""
+    model = posterior.model
+    return {
+        "family": posterior.family, "likelihood": model.likelihood, "prior": model.prior, "forward": model.user_forward,
+    }  # fmt: skip
+
+
 def _modules(posterior: "Posterior") -> dict[str, nn.Module]:
     """Return the parts with tensors of their own, by the name in front of these."""
-    model = posterior.model
-    parts = {
-        "family": posterior.family, "likelihood": model.likelihood, "prior": model.prior,
-        "variance": posterior.learned_variance, "ood": posterior.ood,
-    }  # fmt: skip
-    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    every = {**_parts(posterior), "variance": posterior.learned_variance, "ood": posterior.ood}
+    return {name: part for name, part in every.items() if isinstance(part, nn.Module) and name != "forward"}
 
 
 def describe_part(part: Any) -> dict[str, Any]:
@@ -275,25 +270,11 @@ def differences(saved: Mapping[str, tuple[Any, ...]], here: Mapping[str, tuple[A
 
 
 def describe_calibration(calibration: Calibration | None) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Return what `loaded_calibration` takes: a description, and the scores of conformal sets, if there are some."""
+    """Return what `Calibration.of` takes: a description, and the scores of conformal sets, if there are some."""
     if calibration is None:
         return None, {}
     scores = calibration.conformal
     return calibration.described(), {} if scores is None else {SCORES: scores.values}
-
-
-def loaded_calibration(described: Any, scores: Tensor | None, likelihood: Any) -> Calibration | None:
-    """Return the calibration of a file; raise ValueError if it cannot be one of the likelihood's targets."""
-    if (described is not None and described["conformal"] is not None) != (scores is not None):
-        raise ValueError("conformal scores and their description go together")
-    if described is None:
-        return None
-    kinds = {part[0] for part in (described["adjustment"], described["conformal"]) if part is not None}
-    if isinstance(likelihood, Categorical | Bernoulli) and kinds & {"scale", "number"}:
-        raise ValueError(f"{type(likelihood).__name__} has labels, and the calibration is of numbers")
-    if isinstance(likelihood, Gaussian | Poisson | StudentT) and kinds & {"temperature", "label", "mask"}:
-        raise ValueError(f"{type(likelihood).__name__} has numbers, and the calibration is of labels")
-    return Calibration.of(described, scores)
 
 
 def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -307,7 +288,3 @@ def _tensors_of(net: nn.Module, names: Iterable[str]) -> tuple[dict[str, Tensor]
     random = {name: parameters.pop(name) for name in names if name in parameters}
     rows = {f"{name}.padding": random[name].detach()[row] for name, row in padding_rows(net, random).items()}
     return random, {**parameters, **buffers, **rows}
-
-
-def _prefixed(part: str, named: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{part}.{name}": value for name, value in named.items()}

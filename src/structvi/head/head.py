@@ -28,7 +28,7 @@ from ..models.likelihoods import Gaussian
 from ..models.priors import NormalPrior
 from ..networks.last_layer import Pass
 from ..objective import Estimate
-from ..predict.last_layer import layer_of, predictive, remember
+from ..predict.one_pass import layer_of, out_of_distribution, predictive, remember
 from ..predict.predictive import Predictive
 from ..result import Result, Status
 from ..train.checks import remember_choice
@@ -88,7 +88,7 @@ def fit_head(
 
     With a validation set the candidates are a grid of prior widths and the network itself, each with its own
     temperature. The widest candidate that is as good as the best is selected. Of labels whose prior you left open, the
-    mean then stays at the trained weights.
+    mean then stays at the trained weights. `predict(x).ood_score` is known too.
 
     Args:
         posterior: over one linear layer or convolution, as `variationalize_head` makes it.
@@ -118,17 +118,21 @@ def fit_head(
         family = matrix_normal(posterior.family)
         if family is None:
             raise ValueError(f"fit_head makes a MatrixNormal, the family is {type(posterior.family).__name__}")
-        fit = _Fit(posterior, family, Batches(loader, seed, posterior.device).everything())
+        batches, theta = Batches(loader, seed, posterior.device), trained_values(posterior)
+        fit = _Fit(posterior, family, batches.everything())
         if validation is None or fit.data.is_number or not fit.learns_prior:
             fit.climb(iterations, progress, seed)
         else:
             fit.width = DEFAULT_WIDTH
-        selection = None if validation is None else fit.select(held_out_batches(validation, seed, posterior.device))
+        held_out = None if validation is None else held_out_batches(validation, seed, posterior.device)
+        selection = None if held_out is None else fit.select(held_out)
         fit.commit()
         remember(posterior, fit.layer)
         remember_choice(posterior, validation, seed)
         posterior.last_fit = result = fit.result(selection, seed)
         posterior.calibration = None if selection is None else selection.calibration
+        if held_out is not None and posterior.model.user_forward is None:
+            posterior.ood = out_of_distribution(posterior, theta, batches.everything(), held_out)
     return result
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..families.matrix_normal import MatrixNormal, matrix_normal
-from ..predict.last_layer import layer_of
+from ..predict.one_pass import layer_of
 from .layer_data import LayerData
 from .rows import check_head, rows_of
 

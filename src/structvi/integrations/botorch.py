@@ -12,7 +12,7 @@ from ..head.rows import log_noise_of
 from ..models.likelihoods import Gaussian
 from ..networks.last_layer import LastLayer
 from ..posterior import Posterior
-from ..predict.last_layer import known_layer, layer_of
+from ..predict.one_pass import known_layer, layer_of
 from ..predict.predict import WeightDraws
 
 try:

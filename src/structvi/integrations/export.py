@@ -18,10 +18,10 @@ from ..models.calibration import Calibration
 from ..models.likelihoods import Likelihood
 from ..networks.learned_variance import OnePass
 from ..posterior import Posterior
-from ..predict.learned import LearnedDraws, predictive_of
-from ..predict.predict import WeightDraws
+from ..predict.one_pass import LearnedDraws, predictive_of
+from ..predict.predict import Predictor, WeightDraws
 from ..predict.predictive import Predictive, PredictiveDraws, on_device
-from ..predict.predictor import Predictor
+from ..predict.sample import network_with
 
 __all__ = ["export_predictive"]
 
@@ -102,11 +102,7 @@ class OnePassPredictive(nn.Module):
 def _network_with(posterior: Posterior, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the network, in the mode in which it predicts, with these values."""
     with posterior.network_mode() as net:
-        copied = copy.deepcopy(net).requires_grad_(False)
-    for name, parameter in copied.named_parameters():
-        if name in tensors:
-            parameter.copy_(tensors[name])
-    return copied
+        return network_with(net, tensors).requires_grad_(False)
 
 
 def export_predictive(
@@ -142,15 +138,16 @@ def export_predictive(
     """
     if isinstance(posterior, Predictor):
         source, calibration = posterior.drawn, posterior.drawn.calibration
-        _check(source.posterior, source)
+        _check(source.posterior)
     else:
-        calibration = posterior.calibration
         _check(posterior)
-        if draws is None and posterior.learned_variance is not None:
-            source = LearnedDraws(posterior)
-        else:
-            source = WeightDraws(posterior, DRAWS if draws is None else draws, generator=generator)
-            _check(posterior, source)
+        learned, calibration = draws is None and posterior.learned_variance is not None, posterior.calibration
+        count = DRAWS if draws is None else draws
+        source = LearnedDraws(posterior) if learned else WeightDraws(posterior, count, generator=generator)
+    if isinstance(source, WeightDraws) and source.around is not None:
+        raise ValueError(
+            "draws of a linearised network are no program: export the learned variance that laplace finds (draws=None)"
+        )
     example = on_device(example_inputs, source.device)
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if not tensors or any(leaf.ndim == 0 or leaf.shape[0] != tensors[0].shape[0] for leaf in tensors):
@@ -230,20 +227,16 @@ def _with_signature(forward: Callable[..., Any], keywords: list[str]) -> Callabl
     return named
 
 
-def _check(posterior: Posterior, source: PredictiveDraws | None = None) -> None:
-    model = posterior.model
+def _check(posterior: Posterior) -> None:
     reasons = {
         "the likelihood is a plain function, of which no probabilities are known: write a Likelihood": not isinstance(
-            model.likelihood, Likelihood
+            posterior.model.likelihood, Likelihood
         ),
         "forward= takes a batch with its target, which a deployed program does not have: wrap the network in a module "
-        "that takes the inputs, and variationalize that": model.user_forward is not None,
+        "that takes the inputs, and variationalize that": posterior.model.user_forward is not None,
         'dropout="on" draws anew at every call: use dropout="off"': posterior.dropout == "on",
         'batch_norm="reestimated" needs a reference batch at every call: use "frozen"': (
             posterior.batch_norm == "reestimated"
-        ),
-        "draws of a linearised network are no program: export the learned variance that laplace finds (draws=None)": (
-            isinstance(source, WeightDraws) and source.around is not None
         ),
     }
     for reason, holds in reasons.items():

@@ -12,7 +12,7 @@ import torch
 
 from ..models.likelihoods import Likelihood
 from ..objective import Estimate, NonFiniteError, not_finite
-from ..predict.learned import out_of_distribution
+from ..predict.one_pass import out_of_distribution
 from ..result import Result, Status
 from ..train.checks import notes_on_data, remember_choice
 from ..train.compare import Watched, elbo_over, notes_on_bound

@@ -19,11 +19,11 @@ from torch.distributions import Bernoulli
 from ..models.bayesian_model import rows
 from ..models.calibration import Adjustment, Calibration
 from ..networks.learned_variance import LearnedVariance
-from ..predict.learned import last_layer, one_pass, predictive_of, variance_of_draws
+from ..predict.calibration import FEWEST, FOLDS, GRID, each_temperature
 from ..predict.linearised import LinearisedDraws, is_normal
+from ..predict.one_pass import last_layer, one_pass, predictive_of, variance_of_draws
 from ..predict.predict import WeightDraws
 from ..predict.predictive import Predictive, PredictiveDraws, log_average, log_probabilities, observed_target
-from ..predict.temperature import FEWEST, FOLDS, GRID, each_temperature
 from ..train.data import Reread
 from .curvature import cut
 from .place import DEFAULT_WIDTH, NETWORK, Candidate, TrainedNetwork, at_noise, learned_noise

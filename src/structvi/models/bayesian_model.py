@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from inspect import Parameter, signature
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..networks.call import alone_with, call_network, draws, padding_rows, with_
 from ..networks.linearised import Linearised
 from ..networks.vmap_or_loop import Evaluation, Mode
 from ..parameters import Parameters
-from ..util.checks import check_integer
+from ..util.checks import check_integer, check_theta
 from .likelihoods import Categorical, Likelihood, check_log_prob
 from .priors.separable import Prior, SeparablePrior, log_prior
 from .target import NOTHING
@@ -168,6 +169,7 @@ class BayesianModel(nn.Module):
 
     def log_prior(self, theta: Tensor, fixed: Mapping[str, Tensor] = NOTHING) -> Tensor:
         """log p(θ): [S, P] → [S]."""
+        check_theta(theta, self.space.without(fixed).size)
         shared = {name: tensor for name, tensor in fixed.items() if name in self.net_space}
         size = self.net_space.size - sum(tensor.numel() for tensor in shared.values())
         # a split has a backward pass of its own: none where there is nothing to split off
@@ -194,15 +196,19 @@ class BayesianModel(nn.Module):
         return total * (self.num_data / B)
 
     def batch_log_likelihood(
-        self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING
+        self, theta: Tensor, batch: Any, fixed: Mapping[str, Tensor] = NOTHING, share: int = 1
     ) -> tuple[Tensor, int]:
-        """Σ_batch log p(t | y_θ(x)), not scaled to the whole data set, [S, P] → [S]; and B."""
-        network, B = self.on(batch), 0
+        """Σ_batch log p(t | y_θ(x)), not scaled to the whole data set, [S, P] → [S]; and B.
 
-        def one(row: Tensor) -> Tensor:
+        Of every `share` draws each sees its own rows of the batch, and its sum is `share` times theirs: the mean over
+        the draws has every row once, and they cost one pass of the network together.
+        """
+        whole, B = self.on(batch), 0
+
+        def one(row: Tensor, on: Callable[[Mapping[str, Tensor]], tuple[Any, Any]] = whole) -> Tensor:
             nonlocal B
             named, values = self._tensors(row, fixed)
-            output, target = network(named)
+            output, target = on(named)
             B = batch_size(target)
             if B > self.num_data:
                 raise ValueError(f"the batch has {B} observations, more than num_data = {self.num_data}")
@@ -216,8 +222,14 @@ class BayesianModel(nn.Module):
             return sum_weights(log_prob.reshape(-1)).to(log_prob.dtype)
 
         with self.held(fixed) as how:
-            value = self.evaluation(one, theta, batch=batch, **how)
-        return value, B
+            if share == 1:
+                return self.evaluation(one, theta, batch=batch, **how), B
+            rows = rows_of(batch)
+            if rows is None or rows < share:
+                raise ValueError(f"share_rows=True takes batches of {share} rows or more, each tensor with all rows")
+            parts = [self.on(tree_map(itemgetter(slice(s, None, share)), batch)) for s in range(share)]
+            values = [share * one(row, parts[s % share]) for s, row in enumerate(theta.unbind(0))]
+        return torch.stack(values), rows
 
     def outputs(self, theta: Tensor, inputs: Any, fixed: Mapping[str, Tensor] = NOTHING) -> Any:
         """The network at S weights: [S, P], inputs [B, ..] → [S, B, ..]."""

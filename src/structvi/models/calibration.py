@@ -119,21 +119,15 @@ class Conformal:
         what = {"label": "sets of labels", "number": "intervals", "mask": "masks with their share of misses controlled"}
         return f"conformal {what[self.form]} from {self.cases} cases: levels up to {self.highest_level:.4g}"
 
-    @staticmethod
-    def size(form: Any, cases: Any) -> int:
-        """Return the number of values; raise ValueError if a file is contradictory."""
-        if form not in get_args(Form) or not is_integer(cases):
-            raise ValueError(f"expected conformal scores of {get_args(Form)} and their number, got {str(form)[:40]!r}")
-        return len(THRESHOLDS) if form == "mask" else cases
-
     def check(self) -> None:
         """Raise ValueError if a file's values cannot be scores: finite, sorted, ≥ 0, and of labels at most one."""
-        values, most = self.values, torch.inf if self.form == "number" else 1.0
-        is_table = values.shape == (self.size(self.form, self.cases),) and values.dtype == torch.float64
-        if not is_table or not bool(values.isfinite().all() and (values.diff() >= 0).all()):
-            raise ValueError("conformal scores must be finite and sorted, in float64, one for each case or threshold")
-        if not 0 <= values[0] <= values[-1] <= most or (self.form == "mask" and values[0] > 0):
-            raise ValueError("conformal scores must be ≥ 0, of labels at most one; a threshold of 0 misses nothing")
+        n, values = len(THRESHOLDS) if self.form == "mask" else self.cases, self.values
+        most = torch.finfo(torch.float64).max if self.form == "number" else 1.0
+        fits = self.form in get_args(Form) and is_integer(self.cases) and values.shape == (n,)
+        if not fits or values.dtype != torch.float64 or not bool((values.diff() >= 0).all()):
+            raise ValueError("conformal scores must be sorted, in float64, one for each case or threshold")
+        if not 0 <= values[0] <= values[-1] <= most:
+            raise ValueError("conformal scores must be ≥ 0 and finite, of labels at most one")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,15 +165,17 @@ class Calibration:
         }
 
     @classmethod
-    def of(cls, description: Any, values: Tensor | None = None) -> Self:
-        """From `described` and the values; ValueError where it says what cannot be."""
-        if not isinstance(description, dict) or description.keys() != {"adjustment", "conformal", "draws"}:
-            raise ValueError("expected the adjustment, the conformal scores and the draws of a calibration")
+    def of(cls, description: Any, values: Tensor | None = None) -> Self | None:
+        """Return what `described` and the values tell, None of None; raise ValueError where it cannot be."""
+        if (description is not None and description["conformal"] is not None) != (values is not None):
+            raise ValueError("conformal scores and their description go together")
+        if description is None:
+            return None
         one, two, draws = description["adjustment"], description["conformal"], description["draws"]
         if not is_integer(draws):
             raise ValueError("the draws of a calibration must be a positive number")
         conformal = None
-        if two is not None and values is not None:
+        if values is not None:
             form, cases = two
             conformal = Conformal(form, values, cases)
             conformal.check()

@@ -1,8 +1,8 @@
 """`acquire`: which inputs of a pool to label next, by what their labels would tell of the weights.
 
-A batch is chosen greedily by the information that its labels together hold: ½ log det(I + K) with
-K = Hᵢ^½ Cov(yᵢ, yⱼ) Hⱼ^½ and Hᵢ the Fisher information of input i's label on its outputs. The covariances are those of
-draws of the weights.
+A batch is chosen greedily: each input takes most from the sum over the pool of tr K_ii, with
+K_ij = Hᵢ^½ Cov(yᵢ, yⱼ) Hⱼ^½ and Hᵢ the Fisher information of input i's label on its outputs. What a label tells of the
+weights alone prefers outliers. The covariances are those of draws of the weights.
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,8 @@ By = Literal["bald", "variance", "batch"]
 ROWS = 500
 #: draws of the weights for the covariances between inputs
 JOINT_DRAWS = 512
+#: inputs of the pool at which the variance is reduced
+TARGETS = 200
 #: outputs, or classes, by which a label's information is measured: the largest ones of an input
 DIRECTIONS = 3
 
@@ -49,7 +51,7 @@ def acquire(
         pool: inputs as `predict` takes them, [N, ..], or a `DataLoader` that does not shuffle.
         k: how many.
         by: "bald", the mutual information of label and weights, input by input; "variance", the variance of the
-            expected label; or "batch", inputs whose labels together tell most, so that they differ from each other.
+            expected label; or "batch", inputs whose labels together tell most of the whole pool, so that they differ.
         draws, generator: as in `predict`.
 
     Example:
@@ -68,11 +70,13 @@ def acquire(
     batches = chain([first], batches)
     if by == "batch":
         drawn = WeightDraws(posterior, JOINT_DRAWS if draws is None else draws, generator=generator)
-        return _greedy(torch.cat([_root(drawn.mixture(inputs)) for inputs in batches]), k)
-    predict = draws_for(posterior, first, draws, generator=generator)
-    scores = torch.cat([_score(predict(inputs), by) for inputs in batches])
-    _check_enough(k, len(scores))
-    return scores.nan_to_num(-torch.inf).topk(k).indices
+        values = torch.cat([_root(drawn.mixture(inputs)) for inputs in batches])
+    else:
+        predict = draws_for(posterior, first, draws, generator=generator)
+        values = torch.cat([_score(predict(inputs), by) for inputs in batches])
+    if k > len(values):
+        raise ValueError(f"the pool has {len(values)} inputs, fewer than k = {k}")
+    return _greedy(values, k) if by == "batch" else values.nan_to_num(-torch.inf).topk(k).indices
 
 
 def _score(pred: Predictive, by: By) -> Tensor:
@@ -107,22 +111,26 @@ def _directions(pred: Predictive) -> Tensor:
 
 
 def _greedy(roots: Tensor, k: int) -> Tensor:
-    """Return k inputs, each the one that adds most to ½ log det(I + K)."""
-    _check_enough(k, len(roots))
-    left = roots @ roots.mT
-    identity = torch.eye(left.shape[-1]).to(left)
+    """Return k inputs, each the one whose label reduces the variance at inputs of the whole pool most.
+
+    The label of input j takes K_ij (I + K_jj)⁻¹ K_ji from the covariance at input i.
+    """
+    N = len(roots)
+    targets = roots[torch.linspace(0, N - 1, min(N, TARGETS)).long()].nan_to_num(0.0).flatten(0, 1)
+    left, across = roots @ roots.mT, roots @ targets.mT  # [N, T, T] and [N, T, M·T]
     found, factors = [], left.new_empty(*left.shape[:2], 0)
-    free = torch.ones(len(left), dtype=torch.bool, device=left.device)
+    free = torch.ones(N, dtype=torch.bool, device=left.device)
     for _ in range(k):
-        gain = torch.linalg.slogdet(identity + left).logabsdet.nan_to_num(-torch.inf)
+        lower, _ = torch.linalg.cholesky_ex(torch.eye(left.shape[-1]).to(left) + left)
+        scaled = torch.linalg.solve_triangular(lower, across, upper=False)
+        gain = scaled.square().sum((1, 2)).nan_to_num(-torch.inf)
         j = int(gain.masked_fill(~free, -torch.inf).argmax())
         found.append(j)
         free[j] = False
-        root = torch.linalg.cholesky(identity + left[j])
         column = roots @ roots[j].mT - factors @ factors[j].mT
-        more = torch.linalg.solve_triangular(root, column.mT, upper=False).mT
+        more = torch.linalg.solve_triangular(lower[j], column.mT, upper=False).mT
         factors = torch.cat([factors, more], -1)
-        left = left - more @ more.mT
+        left, across = left - more @ more.mT, across - more @ scaled[j]
     return torch.tensor(found)
 
 
@@ -135,8 +143,3 @@ def _batches(posterior: "Posterior", pool: Any) -> Iterator[Any]:
         return
     for start in range(0, min(len(leaf) for leaf in tree_leaves(pool)), ROWS):
         yield tree_map(lambda x, start=start: x[start : start + ROWS], pool)
-
-
-def _check_enough(k: int, N: int) -> None:
-    if k > N:
-        raise ValueError(f"the pool has {N} inputs, fewer than k = {k}")

@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 from ..couplings import naive
 from ..families.family import Draws
 from ..families.normal import LowRank, Triangle
+from ..families.point import MAP
+from ..networks.call import alone_with
 from ..util.checks import check_integer, check_one_of
 from ..util.random_streams import seed_from
-from .last_layer import LastLayerDraws, known_layer, known_layers
-from .learned import LearnedDraws, ood_scores
 from .linearised import LinearisedDraws, is_normal
+from .one_pass import LastLayerDraws, LearnedDraws, known_layer, ood_scores
 from .predictive import CHUNK, DRAWN_NUMBERS, DRAWS, Predictive, PredictiveDraws, on_device, split
 
 if TYPE_CHECKING:
@@ -139,47 +140,39 @@ def _sources(
 
 
 class _Kept(NamedTuple):
-    """What predicts, by the arguments of `predict`, while the family has these values."""
+    """What predicted last, for these arguments and inputs of this form, while the posterior had these values."""
 
+    key: Any
     values: list[Tensor]
-    found: dict[Any, PredictiveDraws]
+    found: PredictiveDraws
 
 
 _KEPT: "WeakKeyDictionary[Posterior, _Kept]" = WeakKeyDictionary()
 
 
-def _kept(
-    posterior: "Posterior", inputs: Any, draws: int | None, linearise: bool | None, variance: Any
-) -> PredictiveDraws:
-    """Return what predicted before, if the posterior has not changed since and the inputs are alike.
+def _kept(posterior: "Posterior", inputs: Any, *options: Any) -> PredictiveDraws:
+    """Return what predicted last, if the posterior has not changed since and the inputs are alike.
 
     A small posterior alone is compared, and its draws of the weights are held.
     """
-    model, options = posterior.model, (draws, linearise, variance)
-    if posterior.learned_variance is not None and variance != "exact":
-        return _sources([posterior], inputs, *options)[0]
-    at = [] if model.linearised_at is None else [model.linearised_at]
-    values = [*posterior.family.state_dict().values(), *at]
+    at = posterior.model.linearised_at
+    values = [*posterior.family.state_dict().values(), *([] if at is None else [at])]
     if sum(value.numel() for value in values) * CHUNK > DRAWN_NUMBERS:
         return _sources([posterior], inputs, *options)[0]
-    kept = _KEPT.get(posterior)
-    if kept is None or len(values) != len(kept.values) or not all(map(torch.equal, values, kept.values)):
-        kept = _KEPT[posterior] = _Kept([value.clone() for value in values], {})
     # outputs are known to be normal at inputs of one form; whether rows mix is seen at four of them
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-    forms = tuple([(leaf.shape[1:], min(len(leaf), 4), leaf.dtype, leaf.device) for leaf in leaves])
-    key = *options, posterior.family, posterior.dropout, posterior.batch_norm
-    found = kept.found.get(key) or kept.found.get((key, forms))
-    if found is None:
-        (found,) = _sources([posterior], inputs, *options)
-        if isinstance(found, WeightDraws):
-            if draws is None and (linearise or at or model not in known_layers):  # other inputs may tell more
-                return found
-            if found.draws * found.density.P * CHUNK <= DRAWN_NUMBERS:
-                found.hold()
+    forms = [(leaf.shape[1:], min(len(leaf), 4), leaf.dtype, leaf.device) for leaf in leaves]
+    key = forms, options, posterior.family, posterior.dropout, posterior.batch_norm
+    kept = _KEPT.get(posterior)
+    if kept is None or kept.key != key or not all(map(torch.equal, values, kept.values)):
+        found = _sources([posterior], inputs, *options)[0]
+        if isinstance(found, LearnedDraws):
+            return found
+        if isinstance(found, WeightDraws) and found.draws * found.density.P * CHUNK <= DRAWN_NUMBERS:
+            found.hold()
         del found.posterior  # which would never be forgotten
-        kept.found[(key, forms) if isinstance(found, LinearisedDraws) else key] = found
-    again = copy.copy(found)
+        kept = _KEPT[posterior] = _Kept(key, [value.clone() for value in values], found)
+    again = copy.copy(kept.found)
     again.posterior = posterior
     return again
 
@@ -286,18 +279,17 @@ class WeightDraws(PredictiveDraws):
 
 
 class MemberDraws(PredictiveDraws):
-    """The draws of several posteriors, each of a network of its own, with the weights of their ensemble."""
+    """The draws of several posteriors, each of a network of its own."""
 
     def __init__(self, ensemble: "Ensemble", members: Sequence[PredictiveDraws]):
         self.posterior, self.members = ensemble.posteriors[0], members
-        self.weights: list[float] = ensemble.weights.tolist()
-        self.device = members[0].device
+        self.device, self.shares = members[0].device, [1 / len(members)] * len(members)
         self.draws = sum(one.draws for one in members)
         notes = [] if isinstance(members[0], WeightDraws) else [members[0].note]
         self.note = ", ".join([f"{len(members)} networks", *notes])
 
     def mixture(self, inputs: Any) -> Predictive:
-        return Predictive.joined([one.mixture(inputs) for one in self.members], self.weights, self.note)
+        return Predictive.joined([one.mixture(inputs) for one in self.members], self.shares, self.note)
 
 
 @torch.no_grad()
@@ -329,3 +321,56 @@ def _at(
     outputs = pytree.tree_map(lambda leaf: leaf[:, rows:], outputs)
     values = model.likelihood_values(draws.theta, draws.fixed)
     return Predictive(outputs, draws.weight, model.likelihood, values)
+
+
+class Predictor:
+    """S draws of the weights, made once, and a network of its own: `predictor(x)` is `posterior.predict(x)` at them.
+
+    It does not change where the posterior is fitted on, and the posterior is not needed any more. Threads may call it
+    side by side. It holds S·P drawn numbers beside the network: `nbytes`.
+
+    Args:
+        drawn: of a posterior, which is copied but for its family.
+    """
+
+    def __init__(self, drawn: WeightDraws):
+        posterior = drawn.posterior
+        with alone_with(posterior.net):  # no call has drawn weights in it
+            model = copy.deepcopy(posterior.model).requires_grad_(False)
+        drawn.hold()
+        drawn.posterior = type(posterior)(model, MAP(), dropout=posterior.dropout, batch_norm=posterior.batch_norm)
+        self.drawn, self.draws = drawn, drawn.draws
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the draws and of the network, its held tensors and buffers included."""
+        model, every = self.drawn.posterior.model, self.drawn.every()
+        held = [*model.parameters(), *model.buffers(), every.theta, every.weight, *every.fixed.values()]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
+
+    def predict(self, x: Any) -> Predictive:
+        """Return the mixture over the draws: of `posterior.predict` with the same draws, the same bits."""
+        return self.drawn(x)
+
+    __call__ = predict
+
+
+def predictor(posterior: "Posterior", draws: int = 32, **options: Any) -> Predictor:
+    """Return the posterior as S drawn networks, for serving: `predictor(x)` is `posterior.predict(x, S)`.
+
+    Args:
+        posterior: what `variationalize` returns.
+        draws, **options: as in `predict`; the same generator gives the same draws.
+
+    Example:
+        >>> import torch
+        >>> from structvi import likelihoods, variationalize
+        >>> bayes = variationalize(torch.nn.Linear(3, 2), likelihoods.Categorical(), num_data=10)
+        >>> served, x = bayes.predictor(draws=4), torch.zeros(5, 3)
+        >>> torch.equal(served(x).mean, bayes.predict(x, 4).mean)
+        True
+    """
+    posterior.check_whole()
+    found = draws_for(posterior, None, draws, **options)
+    assert isinstance(found, WeightDraws)
+    return Predictor(found)

@@ -109,11 +109,15 @@ def mean_network(posterior: "Posterior") -> nn.Module:
 
 def _network_at(posterior: "Posterior", theta: Tensor) -> nn.Module:
     with alone_with(posterior.net):  # no call has drawn weights in it
-        net = copy.deepcopy(posterior.net)  # ties stay: they are taken once, under their first name
-    named = posterior.model.with_padding(posterior.space.unravel(theta))
+        return network_with(posterior.net, dict(posterior.model.with_padding(posterior.space.unravel(theta))))
+
+
+def network_with(net: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of a network with these values of its parameters; ties stay, under their first name."""
+    net = copy.deepcopy(net)
     for name, parameter in net.named_parameters():
-        if name in named:
-            parameter.copy_(named[name])
+        if name in tensors:
+            parameter.copy_(tensors[name])
     return net
 
 
