@@ -81,24 +81,6 @@ def test_what_is_below_the_table():
     assert list(result.summary(select="a*").draws) == ["a"]
 
 
-BAD = {
-    "draws": (
-        lambda s: vi.Summary({"a": s, "b": torch.zeros(4)}),
-        r"same S ≥ 2 draws, got S of \[4, 10\]",
-    ),
-    "one number": (lambda s: vi.Summary({"a": s[0]}), r"tensors \[S, ..\]"),
-    "quantile": (lambda s: vi.Summary({"a": s}).quantile(5), "between 0 and 1, got 5"),
-    "interval": (lambda s: vi.Summary({"a": s}).interval(90), "between 0 and 1, got 90"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_is_refused(case):
-    call, words = BAD[case]
-    with pytest.raises(ValueError, match=words):
-        call(normal(10))
-
-
 def test_the_table_as_a_frame():
     pytest.importorskip("pandas")
     draws = torch.randn(500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -138,31 +138,6 @@ class Stream(IterableDataset):
         return iter([(torch.zeros(2), torch.zeros(1))])
 
 
-class OnlyDraws(vi.Family):
-    def __init__(self):
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.zeros(3))
-
-    def forward(self):
-        return OnlyEntropy(self.log_scale)
-
-
-class OnlyEntropy(vi.Density):
-    def __init__(self, log_scale):
-        self.log_scale = log_scale
-
-    @property
-    def mean(self):
-        return torch.zeros(3)
-
-    def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
-        theta = self.log_scale.exp() * torch.randn(groups, 3, generator=generator)
-        return vi.Draws(theta, torch.full((groups,), 1 / groups))
-
-    def entropy(self):
-        return self.log_scale.sum() + 1.5 * (1 + log(2 * pi))
-
-
 BATCH = torch.zeros(6, 2), torch.zeros(6, 1)
 
 
@@ -172,7 +147,6 @@ BATCH = torch.zeros(6, 2), torch.zeros(6, 1)
         (vi.MAP(), {}, [BATCH], "point mass"),
         (vi.MCDropout(keep=0.5), {}, [BATCH], "point mass"),
         (vi.PerLayer({"weight": vi.MAP(), "*": vi.MeanField()}), {}, [BATCH], "point mass"),
-        (OnlyDraws(), {}, [BATCH], "OnlyEntropy offers no log_prob"),
         (vi.MeanField(), {"dropout": "on"}, [BATCH], "dropout is on"),
         (vi.MeanField(), {"batch_norm": "reestimated"}, [BATCH], "how the data are batched"),
         (vi.MeanField(), {}, DataLoader(Stream()), "does not know its length"),
