@@ -81,7 +81,7 @@ def ours(posterior: Posterior, seed: int) -> list[dict]:
         row = {"posterior": posterior.name, "method": name, "seed": seed, "evaluations": result.evaluations}
         row |= {"seconds": result.seconds, "verdict": result.verdict, "converged": result.converged}
         row |= measure(posterior, q, seed)
-        row["flagged"] = not diagnose(result.family, posterior, gradients=False, seed=seed).sound
+        row["flagged"] = not diagnose(result.family, posterior, seed=seed).sound
         rows.append(row)
     return rows
 

@@ -641,11 +641,6 @@ TABLE = {
     ),
     "diagnose: a posterior and a target": (lambda: posterior().diagnose(TARGET), TypeError, r"give the loader"),
     "importance: no draws": (lambda: diagnostics.importance(family(), TARGET, 0), ValueError, r"integer ≥ 1, got 0"),
-    "spectrum: of mean field": (
-        lambda: diagnostics.spectrum(family(vi.MeanField())),
-        TypeError,
-        r"MeanField has none: give a LowRankNormal",
-    ),
     "arviz: a network": (
         lambda: diagnostics.to_arviz(net()),
         TypeError,

@@ -131,7 +131,6 @@ SEEDED = {
     "summary": lambda s: density_fit().summary(corrected=False, draws=200, seed=s).mean["z"],
     "to_arviz": lambda s: density_fit().to_arviz(5, seed=s).posterior["z"].values,
     "to_arviz posterior": lambda s: posterior().to_arviz(draws=5, seed=s).posterior["weight"].values,
-    "gradient_noise": lambda s: str(vi.diagnostics.gradient_noise(wide(), TARGET, seed=s)),
     "importance": lambda s: vi.diagnostics.importance(wide(), TARGET, draws=200, seed=s).k,
     "learned": lambda s: str(vi.diagnostics.learned(posterior(), DATA, seed=s)),
     "predictive_check": lambda s: str(vi.diagnostics.predictive_check(posterior(), DATA, seed=s)),

@@ -25,12 +25,12 @@ target = vi.LogDensity(lambda p: posterior.log_prob(p["z"]), space)
 
 full = vi.fit_density(target, vi.FullNormal(), progress=False)
 mean_field = vi.fit_density(target, vi.MeanField(), progress=False)
-print(vi.diagnostics.diagnose(full.family, target, gradients=False))
+print(vi.diagnostics.diagnose(full.family, target))
 
-# Now mean field: the fit has converged, and the answer is still wrong. k̂ shows it.
+# Now mean field: the fit has converged, and the answer is still wrong. The report shows it.
 
 print(mean_field.verdict)
-print(vi.diagnostics.diagnose(mean_field.family, target, gradients=False))
+print(vi.diagnostics.diagnose(mean_field.family, target))
 
 # Importance weights turn draws of q into draws of the posterior. Below k̂ = 0.7 the corrected moments can be used. Here
 # k̂ is higher, because draws of q do not reach far enough. `importance` adds draws with longer tails, and these do: the
@@ -66,7 +66,7 @@ print(report)
 # verdict yet. The early fit:
 
 early, result_early = fitted(max(STEPS // 50, 2))
-print(early.diagnose(loader, result=result_early, gradients=False).verdict)
+print(early.diagnose(loader, result=result_early).verdict)
 print(result_early.verdict)
 
 # The history shows it: the ELBO in nats over the steps of the long fit.

@@ -75,8 +75,3 @@ class Result:
 
     def __repr__(self) -> str:  # a notebook shows what print does
         return str(self)
-
-    @property
-    def reached(self) -> list[int]:
-        """The number of searches that ended at each mode, the heaviest first; empty without a search for modes."""
-        return []

@@ -7,10 +7,14 @@ from math import sqrt
 import arviz_stats as az
 import pytest
 import torch
-from torch.distributions import Beta, Dirichlet, Gamma, HalfCauchy, Normal, Poisson
+from scipy.stats import multivariate_t
+from torch.distributions import Beta, Dirichlet, Gamma, HalfCauchy, MultivariateNormal, Normal, Poisson
 
 import structvi as vi
+from structvi.density.importance import NU, each_log_prob, normals_of, tailed_draws
+from structvi.density.mixture import log_density_of, mass_beside
 from structvi.density.result import resampled
+from structvi.density.targets import Counted
 from structvi.diagnostics import Unavailable
 
 N = 2_000
@@ -294,9 +298,37 @@ def test_modes_beside_a_normal_are_drawn_from():
     assert table.k < 0.7
     assert ((table.mean["z"] - mean).abs() / sd).max() < 0.05  # some 20,000 effective draws
     assert (table.sd["z"] / sd - 1).abs().max() < 0.05
-    report = vi.diagnostics.diagnose(result.family, target, gradients=False, progress=False)
+    report = vi.diagnostics.diagnose(result.family, target, progress=False)
     assert not report.sound
     assert report["mean"].level == "bad"
+
+
+def test_draws_around_a_correlated_mode_are_scored_by_their_own_density():
+    """Roots of modes beside q come from climbs in any basis: the density of their draws is that of dense matrices."""
+    A = torch.randn(3, 3, generator=seeded(), dtype=torch.float64)
+    covariance = 0.3 * A @ A.mT + 0.05 * torch.eye(3).double()
+    here = MultivariateNormal(torch.zeros(3).double(), torch.eye(3).double())
+    there = MultivariateNormal(tensor([9.0, -6.0, 3.0]), covariance)
+    target = vi.LogDensity(
+        lambda p: torch.logaddexp(here.log_prob(p["z"]), there.log_prob(p["z"])),
+        vi.Parameters({"z": torch.zeros(3).double()}),
+    )
+    q = vi.MeanField(initial_scale=1 / 3).bind(target.space)()  # scales of one
+    parts = mass_beside(q, normals_of(q), Counted(target, 20_000, checked=True), seed=0)
+    assert len(parts) == 2
+    torch.testing.assert_close(parts[1].normal.root @ parts[1].normal.root.mT, covariance, rtol=1e-2, atol=1e-2)
+    theta = tailed_draws(parts, 500, seeded())
+    each, log_q = each_log_prob(parts, theta), log_density_of(parts)(theta)
+    shares = torch.tensor([part.log_mass for part in parts]).double().log_softmax(0)
+    for part, share, found in zip(parts, shares, each, strict=True):
+        mean, shape = part.normal.mean, part.normal.root @ part.normal.root.mT
+        exact = multivariate_t(mean.numpy(), shape.numpy(), df=NU).logpdf(theta.numpy())
+        torch.testing.assert_close(found, share + torch.as_tensor(exact))
+    normals = torch.stack(
+        [part.log_mass + MultivariateNormal(part.normal.mean, part.normal.root @ part.normal.root.mT).log_prob(theta)
+         for part in parts]
+    )  # fmt: skip
+    torch.testing.assert_close(log_q, normals.logsumexp(0))
 
 
 def test_weights_that_end_at_a_bound_have_no_tail():

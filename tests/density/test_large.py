@@ -109,16 +109,6 @@ def test_what_is_not_normal_is_fitted_as_well_as_with_dense_matrices(monkeypatch
     assert elbo(large.family()) > elbo(dense.family()) - 0.1
 
 
-def test_up_to_the_threshold_nothing_is_changed(monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("a large search")
-
-    monkeypatch.setattr("structvi.density.api.fit_large", never)
-    fit(target(lambda z: -z.square().sum() / 2, P=20), vi.LowRankNormal(2))
-    with pytest.raises(AssertionError, match="a large search"):
-        fit(target(lambda z: -z.square().sum() / 2, P=257), vi.LowRankNormal(2))
-
-
 def test_a_bound_family_goes_on_from_where_it_is():
     exact = Exact(300, 4, True)
     first = fit(exact, vi.LowRankPrecision(4))

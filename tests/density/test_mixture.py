@@ -8,8 +8,6 @@ from torch import nn
 from torch.distributions import Independent, StudentT
 
 import structvi as vi
-from structvi.density.mixture import Mixed
-from structvi.density.schedule import Found
 
 
 def space(P=2):
@@ -150,13 +148,6 @@ def test_a_limit_too_low_to_look_for_modes_is_said():
         ValueError, match=r'components="auto" needs modes, and modes are looked for with normal parts, P ≤ 512'
     ):
         fit(three(), vi.Mixture(vi.MeanField(), "auto"), max_evaluations=20_000)
-
-
-def test_other_verdicts_stay():
-    mixed = Mixed(Found(vi.MeanField(), 0.0, 0.0, True), [], 0.5, [])
-    assert mixed.verdict(vi.Status.STOPPED, "stopped") == (vi.Status.STOPPED, "stopped")
-    assert mixed._replace(missed=0.001).verdict(vi.Status.CONVERGED, "good") == (vi.Status.CONVERGED, "good")
-    assert mixed.verdict(vi.Status.CONVERGED, "good")[0] is vi.Status.MISSED_MODES
 
 
 @pytest.mark.parametrize("components", [2, "auto"])

@@ -11,7 +11,7 @@ from benchmarks.improper import (
     gaussian,
 )
 from structvi.density.lowrank import LowRankMatrix
-from structvi.density.properness import RADII, Runaway, plane_mass
+from structvi.density.properness import plane_mass
 from structvi.density.targets import View
 
 
@@ -101,15 +101,6 @@ def test_names_are_those_of_the_tensors():
     assert "nothing stops b → " in vi.fit_density(target, vi.FullNormal(), progress=False).verdict
     target = vi.LogDensity(lambda p: -0.5 * (p["slope"].square().sum() - p["slope"][1, 0] ** 2 + p["b"] ** 2), space)
     assert "nothing stops slope[1, 0] → " in vi.fit_density(target, vi.FullNormal(), progress=False).verdict
-
-
-@pytest.mark.parametrize(
-    ("change", "words"), [(0.0, "as high as here"), (-3.0, "3 nats lower"), (1234.0, "1.23e+03 nats higher")]
-)
-def test_words(change, words):
-    said = Runaway(("a → +∞", "b → −∞"), RADII[-1], change).words()
-    assert "nothing stops a → +∞, b → −∞. 1,000,000 standard deviations away" in said
-    assert f"the log density is {words}" in said
 
 
 @pytest.mark.parametrize("number", [0, 2])

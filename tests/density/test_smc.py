@@ -52,10 +52,10 @@ def test_two_modes_get_the_shares_that_they_have():
     def log_p(theta):
         return (log_weight - 0.5 * ((theta - at) / sd).square()).logsumexp(-1)
 
-    found = Annealing(family(), log_p, seeded()).run(1000)
-    share = (found.theta > 0).double().mean().item()
-    # 128 draws decide: three standard errors √(3/16/128) = 0.038, moves between modes only narrow it
-    assert abs(share - 0.25) < 3 * 0.038
+    runs = [Annealing(family(), log_p, seeded(seed)).run(1000) for seed in range(4)]
+    share = sum((found.theta > 0).double().mean().item() for found in runs) / 4
+    # resampled draws decide together: shares of single runs differ by 0.065 (24 runs), three errors of four are 0.1
+    assert abs(share - 0.25) < 0.1
 
 
 def test_a_neck_is_told():

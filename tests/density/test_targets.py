@@ -32,15 +32,14 @@ NO_GRADIENT = {
 }
 
 
-@pytest.mark.parametrize("family", [vi.FullNormal(), vi.Mixture(vi.MeanField(), 2)], ids=["full", "mixture"])
 @pytest.mark.parametrize("name", NO_GRADIENT)
-def test_no_gradient(name, family):
+def test_no_gradient(name):
     function, why = NO_GRADIENT[name]
     target = vi.LogDensity(lambda p: function(p["z"]), SPACE)
     with pytest.raises(
         TypeError, match=rf"^the log density has no gradient: .*{why}; write it with operations of torch"
     ):
-        vi.fit_density(target, family, progress=False)
+        vi.fit_density(target, vi.FullNormal(), progress=False)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,6 @@ def test_no_gradient(name, family):
         (lambda theta: (theta > 0).sum(-1), TypeError, "has no gradient: it returns a tensor of torch.int64"),
         (lambda theta: 1.0, TypeError, "has no gradient: it returns a float"),
         (lambda theta: -theta.square(), TypeError, r"one value for each of 4 draws, \[4\], got \[4, 2\]; sum over"),
-        (lambda theta: -theta.square().sum(), TypeError, r"one value for each of 4 draws, \[4\], got \[\]"),
-        (lambda theta: -theta.square().sum(-1, keepdim=True), TypeError, r"got \[4, 1\]"),
     ],
 )
 def test_targets_of_ones_own(function, error, words):
@@ -59,21 +56,6 @@ def test_targets_of_ones_own(function, error, words):
     with pytest.raises(error, match=words):
         vi.fit_density(target, vi.MeanField(), progress=False)
     assert target.calls == 1
-
-
-@pytest.mark.parametrize(
-    ("function", "came"),
-    [
-        (lambda z: -z.square(), r"\(2,\) .*sum over"),
-        (lambda z: -z.square().sum().item(), "float"),
-        (lambda z: (z > 0).sum(), r"\(\) of torch.int64"),
-        (lambda z: -np.square(z.detach().numpy()).sum(), "float64"),
-    ],
-)
-def test_wrong_values_of_a_log_density(function, came):
-    target = vi.LogDensity(lambda p: function(p["z"]), SPACE)
-    with pytest.raises(ValueError, match=f"must return a floating scalar for one draw, got {came}"):
-        vi.fit_density(target, vi.MeanField(), progress=False)
 
 
 def test_errors_of_the_function_itself_come_through():
@@ -88,23 +70,6 @@ def test_data_of_another_precision_are_told():
     target = vi.LogDensity(lambda p: -(design @ p["b"]).square().sum() - p["s"], space)
     with pytest.raises(TypeError, match=r"mixes precisions: .* the parameters are torch.float64, give the data"):
         vi.fit_density(target, vi.MeanField(), progress=False)
-
-
-def test_a_random_log_density_is_told():
-    space = vi.Parameters({"z": torch.zeros(2, dtype=torch.float64)})
-    generator = torch.Generator().manual_seed(0)
-
-    class Noisy:
-        """Monte Carlo inside: N(0, 1) and noise of a nat."""
-
-        def __init__(self, noise):
-            self.space, self.noise = space, noise
-
-        def log_joint(self, theta, batch=None):
-            return -0.5 * theta.square().sum(-1) + self.noise * torch.randn((), generator=generator)
-
-    assert any("is random" in note for note in vi.fit_density(Noisy(1.0), vi.FullNormal(), progress=False).notes)
-    assert vi.fit_density(Noisy(0.0), vi.FullNormal(), progress=False).notes == []
 
 
 class Masked:
@@ -124,6 +89,8 @@ class Masked:
 def test_a_log_density_that_is_random_but_not_at_the_start_is_noted(seed):
     result = vi.fit_density(Masked(seed), vi.MeanField(), max_evaluations=3000, progress=False)
     assert any("is random" in note for note in result.notes)
+    fixed = vi.LogDensity(lambda p: -0.5 * p["z"].square().sum(), SPACE)
+    assert vi.fit_density(fixed, vi.MeanField(), progress=False).notes == []
 
 
 def gamma(z):

@@ -1,6 +1,5 @@
 """Importance weights against closed forms, and where there are none."""
 
-import sys
 from math import log, pi, sqrt
 
 import pytest
@@ -75,23 +74,6 @@ def test_corrected_moments_of_a_misfit_are_the_truth(gaussian_target):
         weighted.moments(lambda p: p["z"].sum())
 
 
-def test_moments_do_not_depend_on_how_draws_are_chunked(gaussian_target, monkeypatch):
-    target = gaussian_target([0.0, 0.0], [[1.0, 0.0], [0.0, 1.0]])
-    q = scaled(vi.MeanField().bind(target.space), 0.0, 1.2)
-    monkeypatch.setattr("structvi.predict.sample.DRAWN_NUMBERS", 100)
-    for tails in (False, True):
-        weighted = importance(q, target, draws=120, tails=tails)
-        assert weighted.draws.sizes == [50, 50, 20]
-        theta = torch.cat([draws.theta for draws in weighted.draws]).double()
-        moments = weighted.moments()
-        torch.testing.assert_close(moments.q_mean, theta.mean(0))
-        expected = target.log_joint(theta) - q().log_prob(theta)
-        torch.testing.assert_close(weighted.log_weights, expected.detach())
-        assert [len(part) for part in weighted.tails] == 4 * tails * [120]
-        theta = torch.cat([theta, *weighted.tails])
-        torch.testing.assert_close(moments.mean, weighted.weights @ theta)
-
-
 def test_tails_correct_what_draws_of_q_do_not_reach():
     """p is a Laplace distribution of sd √2; q = N(0, 0.8²) has next to no draws where p's variance comes from."""
     space = vi.Parameters({"z": torch.zeros(1, dtype=torch.float64)})
@@ -156,31 +138,6 @@ class Stream(IterableDataset):
         return iter([(torch.zeros(2), torch.zeros(1))])
 
 
-class OnlyDraws(vi.Family):
-    def __init__(self):
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.zeros(3))
-
-    def forward(self):
-        return OnlyEntropy(self.log_scale)
-
-
-class OnlyEntropy(vi.Density):
-    def __init__(self, log_scale):
-        self.log_scale = log_scale
-
-    @property
-    def mean(self):
-        return torch.zeros(3)
-
-    def draw(self, groups=1, coupling=vi.couplings.naive, generator=None):
-        theta = self.log_scale.exp() * torch.randn(groups, 3, generator=generator)
-        return vi.Draws(theta, torch.full((groups,), 1 / groups))
-
-    def entropy(self):
-        return self.log_scale.sum() + 1.5 * (1 + log(2 * pi))
-
-
 BATCH = torch.zeros(6, 2), torch.zeros(6, 1)
 
 
@@ -190,7 +147,6 @@ BATCH = torch.zeros(6, 2), torch.zeros(6, 1)
         (vi.MAP(), {}, [BATCH], "point mass"),
         (vi.MCDropout(keep=0.5), {}, [BATCH], "point mass"),
         (vi.PerLayer({"weight": vi.MAP(), "*": vi.MeanField()}), {}, [BATCH], "point mass"),
-        (OnlyDraws(), {}, [BATCH], "OnlyEntropy offers no log_prob"),
         (vi.MeanField(), {"dropout": "on"}, [BATCH], "dropout is on"),
         (vi.MeanField(), {"batch_norm": "reestimated"}, [BATCH], "how the data are batched"),
         (vi.MeanField(), {}, DataLoader(Stream()), "does not know its length"),
@@ -212,12 +168,6 @@ def test_unnormalised_and_impossible_draws_are_weighed():
     # half a normal: log integral ½ log(2π) − log 2, mean √(2/π); the fraction of positive draws is ½ ± 0.008
     assert weighted.log_evidence == pytest.approx(0.5 * log(2 * pi) - log(2), abs=0.05)
     assert weighted.moments().mean.item() == pytest.approx(sqrt(2 / pi), abs=0.05)
-
-
-def test_arviz_missing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arviz_stats.base", None)
-    with pytest.raises(ImportError, match=r"structvi\[diagnostics\]"):
-        psis(torch.zeros(100))
 
 
 def test_a_whole_data_set_through_a_shuffled_loader_with_drop_last(linear):

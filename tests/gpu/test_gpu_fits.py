@@ -95,7 +95,7 @@ def test_what_is_around_a_fit(device):
     assert str(bayes.evaluate(loader(), draws=8))
     bayes.calibrate(loader(), draws=8)
     assert bayes.predict(data().tensors[0], draws=8).mean.device.type == device.type
-    assert str(bayes.diagnose(loader(), gradients=False))
+    assert str(bayes.diagnose(loader()))
     assert bayes.sample(3)["head.weight"].device.type == device.type
     before = bayes.elbo(loader(), groups=64, generator=torch.Generator(device).manual_seed(0))
     bayes.grow(loader(), rank=5, steps=30, progress=False)

@@ -107,7 +107,7 @@ def choices() -> list[vi.Family]:
 
 
 def looking(bayes: vi.Posterior, loader: Loader) -> None:
-    assert_type(bayes.diagnose(loader, draws=16, gradients=False), diagnostics.Report)
+    assert_type(bayes.diagnose(loader, draws=16), diagnostics.Report)
     assert_type(diagnostics.psis(torch.zeros(8)), tuple[Tensor, float])
     assert_type(metrics.ood_auroc(bayes, loader, loader), float)
     plots.reliability_diagram(bayes.evaluate(loader))

@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -14,13 +15,13 @@ from ..models.bayesian_model import BayesianModel
 from ..models.target import LogDensity, Target
 from ..objective import Estimate, Estimator, NonFiniteError, elbo_terms, not_finite
 from ..util.checks import check_integer, check_positive, check_seed, is_positive
-from .adam import OverBatches, fit_minibatches
+from .adam import fit_minibatches
 from .fixed_draws import fresh_draws, least_draws
-from .large import CHUNK, LEAST_LIMIT, fit_large, large_root
+from .large import CHUNK, fit_large, large_root
 from .mixture import fit_mixture
 from .properness import runaway
 from .result import FRESH, DensityFit, judge
-from .schedule import Search
+from .schedule import MAX_DRAWS, Search
 from .targets import Counted
 
 #: searches from different points, unless you ask for another number
@@ -106,54 +107,41 @@ def fit_density(
             raise ValueError(
                 "minibatches need a loader and a number of steps: fit_density(target, family, loader, steps=2000)"
             )
-        q = copy.deepcopy(family) if family.is_bound else family
-        fitted = fit_minibatches(target, q, loader, steps=steps, lr=lr, seed=seed, progress=progress)
-        return DensityFit(
-            target=OverBatches(target, loader), notes=_notes(target), status=fitted.status, verdict=fitted.verdict,
-            elbo=fitted.elbo, family=fitted.family, evaluations=fitted.evaluations, verdict_evaluations=0,
-            seconds=time.perf_counter() - began, draws=0, starts=1, trace=[],
-        )  # fmt: skip
-    bound = _checked(target, family, draws, starts, max_evaluations, tolerance)
-    mixture, form = mixture_of(family), None if bound.parts() else bound.normal()
+        fit = fit_minibatches(target, family, loader, steps=steps, lr=lr, seed=seed, progress=progress)
+        return replace(fit, notes=_notes(target), seconds=time.perf_counter() - began)
+    q = copy.deepcopy(family) if family.is_bound else _bound(family, target)
+    form = None if q.parts() else q.normal()
+    is_large = not draws and large_root(form) is not None
+    _check_options(q, family, is_large, draws, starts, max_evaluations, tolerance)
     patience = max(LEAST, EACH * target.space.size)
     limit = max_evaluations - FRESH if max_evaluations else inf if form is None else patience
     run = Search(Counted(target, limit), seed, tolerance, progress)
-    is_large = not draws and not bound.parts() and large_root(form) is not None
-    mixed, starts = None, 1 if family.is_bound else starts or STARTS
+    mixed, mixture, starts = None, mixture_of(family), 1 if family.is_bound else starts or STARTS
     if is_large:
-        found = fit_large(run, copy.deepcopy(bound), starts, goes_on=family.is_bound)
-    elif family.is_bound and form is not None:
-        found = run.go_on(family, form, draws)
+        found = fit_large(run, q, starts, goes_on=family.is_bound)
+    elif form is not None:
+        found = run.gaussian(q, starts, draws, goes_on=family.is_bound)
     elif family.is_bound:
-        found = run.levels(copy.deepcopy(family), run.target, draws)
+        found = run.levels(q, run.target, draws)
     elif mixture is not None:
         mixed = fit_mixture(run, mixture, starts, draws)
         found = mixed.found
-    elif form is not None:
-        found = run.gaussian(family, form, starts, draws)
     else:
         found = run.any(family, starts, draws)
     run.bar.close()
-    counted, stage = run.target, run.stage
-    fresh = _fresh(found.family, target, seed, CHUNK if is_large else FRESH)
+    counted = run.target
+    fresh = _fresh(found.family, target, seed)
     checked = Counted(target, max_evaluations or patience, checked=True)
     improper = runaway(checked, found.family, found.converged, found.curvature)
     status, verdict = judge(
         found, fresh, improper, draws=run.draws, tolerance=tolerance,
         exhausted=bool(max_evaluations) and (counted.exhausted or counted.shortened),
-        evaluations=counted.evaluations, stage=stage, is_normal=form is not None,
+        evaluations=counted.evaluations, stage=run.stage, is_normal=form is not None,
     )  # fmt: skip
+    notes = _notes(target, counted)
     if mixed is not None:
         status, verdict = mixed.verdict(status, verdict)
-    notes = _notes(target) + ([] if mixed is None else mixed.notes)
-    if counted.random:
-        one, other = counted.random
-        notes.append(
-            f"the log density is random, {one:.6g} and {other:.6g} at the same point: make its random numbers once, "
-            "before the fit, or give the data in batches, by a loader"
-        )
-    if counted.refused:
-        notes.append(f"the log density raised an error at {counted.refused} points, which count as zero density")
+        notes += mixed.notes
     return DensityFit(
         target=target, notes=notes, status=status, verdict=verdict, elbo=fresh, family=found.family,
         evaluations=counted.evaluations, seconds=time.perf_counter() - began, draws=run.draws, starts=starts,
@@ -162,29 +150,35 @@ def fit_density(
     )  # fmt: skip
 
 
-def _notes(target: Target) -> list[str]:
-    """Return why draws were evaluated one by one, if vmap could not do it."""
-    if not isinstance(target, LogDensity) or "cannot run" not in (target.evaluation.reason or ""):
-        return []
-    return [
-        f"slow, for draws were evaluated one by one: {target.evaluation.reason} A check of torch.distributions' "
-        "arguments may be why: give them validate_args=False"
-    ]
+def _notes(target: Target, counted: Counted | None = None) -> list[str]:
+    """Return why draws were evaluated one by one, that values are random, and how many points have no density."""
+    notes = []
+    if isinstance(target, LogDensity) and "cannot run" in (target.evaluation.reason or ""):
+        notes.append(
+            f"slow, for draws were evaluated one by one: {target.evaluation.reason} A check of torch.distributions' "
+            "arguments may be why: give them validate_args=False"
+        )
+    if counted and counted.random:
+        one, other = counted.random
+        notes.append(
+            f"the log density is random, {one:.6g} and {other:.6g} at the same point: make its random numbers once, "
+            "before the fit, or give the data in batches, by a loader"
+        )
+    if counted and counted.refused:
+        notes.append(f"the log density raised an error at {counted.refused} points, which count as zero density")
+    return notes
 
 
-def _fresh(family: Family, target: Target, seed: int, at_once: int) -> Estimate:
-    """Return the ELBO on draws that the fit has not met, so many at once."""
+def _fresh(family: Family, target: Target, seed: int) -> Estimate:
+    """Return the ELBO on draws that the fit has not met, a chunk at once."""
     coupling, generator = fresh_draws(seed + 1, target.space.device)
-    estimator = Estimator("log_q", at_once, coupling)
+    checked, estimator = Counted(target, checked=True), Estimator("log_q", CHUNK, coupling)
     try:
         with torch.no_grad():
-            terms = (
-                elbo_terms(family, Counted(target, checked=True), None, estimator, generator)
-                for _ in range(FRESH // at_once)
-            )
-            values = torch.cat([one.objective() for one in terms])
+            chunks = [elbo_terms(family, checked, None, estimator, generator) for _ in range(FRESH // CHUNK)]
     except (NonFiniteError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
         return not_finite(FRESH)
+    values = torch.cat([chunk.objective() for chunk in chunks])
     return Estimate.of(values) if bool(values.isfinite().all()) else not_finite(FRESH)
 
 
@@ -197,12 +191,19 @@ def _bound(family: Family, target: Target) -> Family:
     return type(mixture).weighted(parts, target.space.initial.new_zeros(len(parts)))
 
 
-def _checked(
-    target: Target, family: Family, draws: int | None, starts: int | None, limit: int | None, tolerance: float
-) -> Family:
-    """Check the arguments of `fit_density`; return the family, bound."""
-    for name, value, least in (("draws", draws, 2), ("starts", starts, 1)):
-        check_integer(name, value, least, optional=True)
+def _check_options(
+    q: Family,
+    family: Family,
+    is_large: bool,
+    draws: int | None,
+    starts: int | None,
+    limit: int | None,
+    tolerance: float,
+) -> None:
+    P, density = q.bound_space().size, q()
+    check_integer("draws", draws, 2, optional=True)
+    check_integer("starts", starts, 1, optional=True)
+    check_integer("max_evaluations", limit, FRESH + min(MAX_DRAWS, 16 * least_draws(P)), optional=True)
     if not is_positive(tolerance):
         raise ValueError(f"tolerance must be a positive number of nats, got {tolerance!r}")
     if family.is_bound and starts not in (None, 1):
@@ -210,17 +211,11 @@ def _checked(
             f"a bound family goes on from where it is, got starts={starts}; give a recipe, such as "
             f"{type(family).__name__}(..), to start from several points"
         )
-    P = target.space.size
-    bound = family if family.is_bound else _bound(family, target)
-    large = not draws and not bound.parts() and large_root(bound.normal()) is not None
-    few = FRESH + (LEAST_LIMIT if large else 16 * least_draws(P))
-    check_integer("max_evaluations", limit, few, optional=True)
-    if P > MAX_DENSE and not large:
+    if P > MAX_DENSE and not is_large:
         raise ValueError(
             f"fixed draws need more than 2P of them, and P = {P} is beyond {MAX_DENSE}: take a diagonal plus low rank "
             "without draws=, or maximise `elbo` with an optimizer of torch and fresh draws"
         )
-    density = bound()
     if not density.has_density:
         raise ValueError(f"{type(density).__name__} has no density, and so no ELBO; give a family that has one")
     n = density.noise_size
@@ -229,7 +224,6 @@ def _checked(
             f"draws must be even and at least 2(P + K) = {2 * n}, got {draws}: with fewer the ELBO on them has no "
             "maximum"
         )
-    return bound
 
 
 def _check_types(target: Target, family: Family) -> None:

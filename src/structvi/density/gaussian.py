@@ -1,6 +1,5 @@
 """Normals of a search: mean and any root of the covariance, from a family's form and back to it."""
 
-from collections.abc import Callable
 from math import log, pi
 from typing import NamedTuple
 
@@ -16,12 +15,6 @@ from .lowrank import Approximation, between_scales
 FAR = 1e8
 #: width of a direction, relative to the others or to its space, below which rounding loses it
 SINGULAR = 1e-14
-#: least eigenvalue of a precision, relative to the greatest
-LEAST = 1e-12
-#: searches for the best scales of a low-rank normal, the first time
-STARTS = 8
-#: size of a family's factor at the start of a search in coordinates in which scales are one
-FACTOR = 0.1
 
 
 class Normal(NamedTuple):
@@ -103,59 +96,36 @@ class Shape:
 
     Args:
         form: what the family says of itself; its root has the kind and the rank.
-        noise: rows of standard normal numbers, n → [n, P], for starts.
     """
 
-    def __init__(self, form: NormalForm, noise: Callable[[int], Tensor]):
-        self.root, self.noise = form.root, noise
-        self.whole = isinstance(form.root, Triangle)
-        rank = form.rank
-        self.approximation = Approximation(rank, isinstance(form.root, LowRank) and form.root.of_precision)
+    def __init__(self, form: NormalForm):
+        self.root = form.root
+        self.approximation = Approximation(form.rank, isinstance(form.root, LowRank) and form.root.of_precision)
         self._scale: Tensor | None = None  # [P], of the best so far
 
-    def __call__(self, normal: Normal, anew: bool = False) -> Normal:
-        """Return the best normal of this shape; from all starts the first time, or anew."""
-        if self.whole:
+    def __call__(self, normal: Normal) -> Normal:
+        """Return the best normal of this shape; its scales are searched from the last ones, at first from several."""
+        if isinstance(self.root, Triangle):
             return Normal(normal.mean, normal.root)
-        precision = sound(normal.precision())
-        if not self.approximation.rank:
-            scale = precision.diagonal().rsqrt()
-            root = LowRank(scale, scale.new_zeros(len(scale), 0), False) if self._is_low_rank() else Diagonal(scale)
-            return normal_of(NormalForm(normal.mean, root))
-        units = precision.diagonal().rsqrt()
-        relative = units.unsqueeze(-1) * precision * units
-        if self._scale is None or anew:
-            marginal = torch.cholesky_inverse(torch.linalg.cholesky(relative)).diagonal().sqrt()
-            starts = between_scales(torch.ones_like(units), marginal, STARTS, self.noise(STARTS).to(units))
-            if self._scale is not None:
-                starts = torch.cat([starts, (self._scale / units).unsqueeze(0)])
-        else:
-            starts = (self._scale / units).unsqueeze(0)
-        root, kl = self.approximation.best(relative, starts)
-        if kl == float("inf") and self._scale is not None:  # rounding spoils these scales for another normal
-            self._scale = None
-            return self(normal)
+        precision = normal.precision()
+        units = precision.diagonal().rsqrt()  # conditional standard deviations
+        if isinstance(self.root, Diagonal):
+            return normal_of(NormalForm(normal.mean, Diagonal(units)))
+        values, vectors = torch.linalg.eigh(units.unsqueeze(-1) * precision * units)
+        values = values.clamp(min=1e2 * SINGULAR * float(values[-1]))  # rounding may have left it indefinite
+        relative = (vectors * values) @ vectors.mT
+        last = [] if self._scale is None else [(self._scale / units).unsqueeze(0)]
+        marginal = (vectors.square() / values).sum(-1).sqrt()
+        for starts in [*last, between_scales(torch.ones_like(units), marginal)]:
+            root, kl = self.approximation.best(relative, starts)
+            if kl < float("inf"):  # or rounding spoils the last scales for another normal
+                break
         self._scale = units * root.scale
         return normal_of(NormalForm(normal.mean, root._replace(scale=self._scale)))
 
-    def _is_low_rank(self) -> bool:
-        return isinstance(self.root, LowRank)
 
-
-def sound(precision: Tensor) -> Tensor:
-    """Return a precision that rounding may have left indefinite, with positive eigenvalues."""
-    precision = (precision + precision.mT) / 2
-    values, vectors = torch.linalg.eigh(precision)
-    if values[0] < LEAST * values[-1]:
-        precision = (vectors * values.clamp(min=LEAST * float(values[-1]))) @ vectors.mT
-    return precision
-
-
-def set_form(family: Family, form: NormalForm, generator: torch.Generator) -> None:
-    """Set a bound family to a form, in its own dtype; columns that are zero start small, so that they can learn."""
-    root, like = form.root, family.bound_space().initial
-    if isinstance(root, LowRank) and root.factor.shape[1] and not bool(root.factor.any()):
-        noise = torch.randn(root.factor.shape, generator=generator, dtype=torch.float64)
-        root = root._replace(factor=FACTOR * noise.to(root.factor))
-    made = {name: part.to(like) for name, part in root._asdict().items() if isinstance(part, Tensor)}
-    family.set_normal(NormalForm(form.mean.to(like), root._replace(**made)))
+def set_form(family: Family, form: NormalForm) -> None:
+    """Set a bound family to a form, in its own dtype."""
+    like = family.bound_space().initial
+    made = {name: part.to(like) for name, part in form.root._asdict().items() if isinstance(part, Tensor)}
+    family.set_normal(NormalForm(form.mean.to(like), form.root._replace(**made)))

@@ -1,9 +1,9 @@
 """Importance weights p/q at draws of q and at draws with longer tails: k̂, corrected moments, evidence."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import exp, lgamma, log, pi
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import lgamma, log, pi
 from typing import Any
 
 import torch
@@ -11,23 +11,26 @@ from torch import Tensor
 
 from ..families.family import Density
 from ..families.mixture import weighted_normals
+from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
 from ..predict.sample import IndependentDraws
 from .gaussian import Normal, Place
+from .mixture import mass_beside
+from .targets import Counted
 
-#: k̂ from which on importance weights cannot be trusted at any practical number of draws
+#: k̂ from which on importance weights cannot be trusted at any practical number of draws (Vehtari et al.)
 K_LIMIT = 0.7
 #: least draws whose tail a Pareto distribution is fitted to
 FEWEST = 25
-#: degrees of freedom of draws with tails
-NU = 5
-#: rounds of draws with tails
-ROUNDS = 4
+#: degrees of freedom of draws with tails, and rounds of such draws
+NU, ROUNDS = 5, 4
 #: numbers up to which draws with tails are made
 MOST = 200
 #: effective draws for each number that count as much as the moments before
 PER_NUMBER = 5
+#: share of a correction's evaluations that looks for mass beside q
+SEARCHING = 0.3
 #: weights that are all below so many times their mean end at a bound: they have no tail
 BOUND = 5.0
 
@@ -56,9 +59,8 @@ def psis(log_weights: Tensor) -> tuple[Tensor, float]:
         (1.0, True)
     """
     psislw = psislw_of_arviz()
-    if not isinstance(log_weights, Tensor) or log_weights.ndim != 1 or log_weights.shape[0] < FEWEST:
-        came = tuple(log_weights.shape) if isinstance(log_weights, Tensor) else type(log_weights).__name__
-        raise ValueError(f"psis expects log weights [S] of S ≥ {FEWEST} draws, got {came}")
+    if log_weights.ndim != 1 or len(log_weights) < FEWEST:
+        raise ValueError(f"psis expects log weights [S] of S ≥ {FEWEST} draws, got {tuple(log_weights.shape)}")
     values = log_weights.detach().double().cpu()
     highest = values.max().item()
     if not -torch.inf < highest < torch.inf:
@@ -116,8 +118,9 @@ class Importance:
         k_weights: k̂ of `weights`, with tails the larger of the last two rounds; without tails the same.
         space: the tensors.
         draws: the θ_s of q, made again when they are asked for.
-        tails: rounds of as many more draws, with tails, [S, P] each.
+        tails: as many more draws for each round, with tails, [R·S, P].
         beside: normals beside q that the tails are around too.
+        evaluations: of the log density, with those of the search for mass beside q.
     """
 
     log_weights: Tensor
@@ -126,8 +129,14 @@ class Importance:
     k_weights: float
     space: Parameters
     draws: IndependentDraws
-    tails: tuple[Tensor, ...] = ()
-    beside: int = 0
+    tails: Tensor
+    beside: int
+    evaluations: int
+
+    @property
+    def trusted(self) -> bool:
+        """True if k̂ allows to correct by these weights."""
+        return self.k_weights < K_LIMIT
 
     @property
     def effective(self) -> float:
@@ -137,23 +146,28 @@ class Importance:
     @property
     def theta(self) -> Tensor:
         """All draws, in the order of `weights`: [S, P], or [(1 + R)S, P]."""
-        return torch.cat([*(draws.theta for draws in self.draws), *self.tails])
-
-    @property
-    def efficiency(self) -> float:
-        """The share of q's own draws that is effective: (Σ w)²/(S Σ w²) of their unsmoothed weights."""
-        return 1 / (self.log_weights.softmax(0).square().sum().item() * len(self.log_weights))
+        return torch.cat([*(draws.theta for draws in self.draws), self.tails])
 
     @property
     def log_evidence(self) -> float:
         """log (1/S) Σ p/q: an estimate of log p(data), from below in expectation; of a log density its log integral."""
         return (self.log_weights.logsumexp(0) - log(len(self.log_weights))).item()
 
+    def refuse(self, what: str) -> None:
+        """Raise if k̂ says that the weights correct nothing."""
+        if not self.trusted:
+            raise Unavailable(
+                f"no corrected {what}: k̂ of the importance weights is {self.k_weights:.2f}, and from {K_LIMIT} on they "
+                "cannot be trusted, for q misses part of the posterior. Take a family nearer to it (FullNormal(), a "
+                "Mixture), write the model in other parameters (theta = mu + tau * z of a hierarchy), use MCMC, or "
+                'have q led to the posterior step by step, corrected="annealed"; corrected=False gives q itself'
+            )
+
     def moments(self, function: Function | None = None) -> Moments:
         """Return Σ_s w_s f(θ_s) and the standard deviations, with what q says at the same draws.
 
         Args:
-            function: of the named values at s draws, [s, *shape] each, to a tensor [s, ..]; the flat θ if None, whose
+            function: of the named values at S draws, [S, *shape] each, to a tensor [S, ..]; the flat θ if None, whose
                 moments `space.unravel` names.
 
         Example:
@@ -165,32 +179,45 @@ class Importance:
             >>> weighted.moments(lambda p: p["z"].square().sum(-1)).mean.round()  # E z² = 1, twice
             tensor(2., dtype=torch.float64)
         """
+        theta = self.theta
+        values = theta if function is None else function(self.space.constrain(theta))
+        if values.shape[:1] != theta.shape[:1]:
+            raise ValueError(
+                f"the function must return one row for each of {len(theta)} draws, got {tuple(values.shape)}"
+            )
+        values = values.double()
+        own, mean = values[: len(self.log_weights)], torch.tensordot(self.weights, values, dims=1)
+        square = (values - mean).square()
+        variance, error = (torch.tensordot(w, square, dims=1) for w in (self.weights, self.weights.square()))
+        return Moments(mean, variance.sqrt(), error.sqrt(), own.mean(0), own.std(0, correction=0))
 
-        def at(every: Iterable[Tensor]) -> Iterator[Tensor]:
-            for theta in every:
-                values, S = theta if function is None else function(self.space.constrain(theta)), len(theta)
-                if not isinstance(values, Tensor) or values.shape[:1] != (S,):
-                    came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                    raise ValueError(f"the function must return one row for each of {S} draws, got {came}")
-                yield values.double()
 
-        def weighted() -> Iterator[tuple[Tensor, Tensor]]:
-            weights = self.weights.split([*self.draws.sizes, *(len(theta) for theta in self.tails)])
-            yield from zip(weights, at([*own(), *self.tails]), strict=True)
+@torch.no_grad()
+def correct(
+    density: Density, target: Target, evaluations: int, generator: torch.Generator, draws: int | None = None
+) -> Importance:
+    """Return importance weights towards a log density, at draws of q and, around normals, at draws with longer tails.
 
-        def own() -> Iterator[Tensor]:
-            return (draws.theta for draws in self.draws)
+    A part of the evaluations looks for mass beside q, around which draws are made too.
 
-        def total(parts: Iterable[Tensor]) -> Tensor:
-            return torch.as_tensor(sum(parts))
-
-        S = len(self.log_weights)
-        mean = total(torch.tensordot(w, f, dims=1) for w, f in weighted())
-        q_mean = total(f.sum(0) / S for f in at(own()))
-        variance = total(torch.tensordot(w, (f - mean).square(), dims=1) for w, f in weighted())
-        error = total(torch.tensordot(w.square(), (f - mean).square(), dims=1) for w, f in weighted())
-        q_variance = total((f - q_mean).square().sum(0) / S for f in at(own()))
-        return Moments(mean, variance.sqrt(), error.sqrt(), q_mean, q_variance.sqrt())
+    Args:
+        density: q.
+        target: the log density.
+        evaluations: of the log density, at most.
+        generator: of all draws.
+        draws: of q, and of each round with tails; by default as many as the evaluations allow.
+    """
+    check_available(density)
+    psislw_of_arviz()  # before the search, not after
+    own, searched = normals_of(density), Counted(target, SEARCHING * evaluations, checked=True)
+    seed = generator.initial_seed() % 2**31  # without a draw: those of q are the same as without a search
+    beside = mass_beside(density, own, searched, seed)
+    around = (beside or own) if density.P <= MOST or beside else []
+    spent = searched.evaluations
+    draws = draws or max(100, (evaluations - spent) // (1 + ROUNDS * bool(around)))
+    counted = Counted(target, checked=True)
+    made = weigh(density, target.space, counted.log_joint, draws, around=around, generator=generator)
+    return replace(made, beside=max(0, len(around) - len(own)), evaluations=spent + counted.evaluations)
 
 
 @torch.no_grad()
@@ -200,23 +227,20 @@ def weigh(
     log_joint: LogJoint,
     draws: int,
     *,
-    tails: bool | None = None,
     around: Sequence[Place] = (),
     generator: torch.Generator | None = None,
 ) -> Importance:
-    """Return importance weights of a log density at independent draws of q, and at 4S more with tails.
+    """Return importance weights of a log density at independent draws of q, and at more with tails around normals.
 
-    Draws with tails come in four rounds: around q's normals or those that you give, then around what the weights of all
-    draws so far tell. All draws are weighed together, as draws of the even mixture of q and the rounds.
+    Draws with tails come in four rounds: around the normals that you give, then around what the weights of all draws so
+    far tell. All draws are weighed together, as draws of the even mixture of q and the rounds.
 
     Args:
         density: q.
         space: the tensors that θ holds.
         log_joint: log p(θ), up to a constant: [S, P] → [S].
         draws: S.
-        tails: whether to take more draws, with tails; by default under Gaussians and mixtures of them, of at most 200
-            numbers.
-        around: normals that draws with tails are around, in place of q's own: with what is beside q.
+        around: normals that draws with tails are around; none without them.
         generator: of the draws.
 
     Example:
@@ -227,43 +251,32 @@ def weigh(
         >>> weigh(q, space, log_p, 1000, generator=torch.Generator().manual_seed(0)).k < 0.7
         True
     """
-    psislw_of_arviz()  # before the draws, not after
     check_available(density)
-    own = normals_of(density) if density.P <= MOST else []
-    if tails and not own:
-        raise ValueError(
-            f"tails=True needs a Gaussian, or a mixture of them, of at most {MOST} numbers, got "
-            f"{type(density).__name__}"
-        )
-    if generator is None:
-        generator = torch.Generator(density.mean.device).manual_seed(int(torch.randint(2**62, ())))
+    generator = generator or torch.Generator(density.mean.device).manual_seed(int(torch.randint(2**62, ())))
     sample = IndependentDraws(density, draws, generator)
-    log_p, log_q = _at(log_joint, density, (draws.theta for draws in sample))
-    log_weights = log_p - log_q
-    if bool(log_weights.isnan().any()):
-        raise NonFiniteError(f"log p − log q is not a number at {int(log_weights.isnan().sum())} of {draws} draws")
-    weights, k = psis(log_weights)
-    result = Importance(log_weights, weights, k, k, space, sample)
-    if not own or tails is False:
-        return result
-    parts, theta, rounds, proposals, before = list(around or own), result.theta, [], [], k
+    log_p, log_q = _at(log_joint, density, (one.theta for one in sample))
+    own = log_p - log_q
+    if bool(own.isnan().any()):
+        raise NonFiniteError(f"log p − log q is not a number at {int(own.isnan().sum())} of {draws} draws")
+    weights, k = psis(own)
+    tails = density.mean.new_empty(0, density.P)
+    if not around:
+        return Importance(own, weights, k, k, space, sample, tails, 0, draws)
+    theta, parts, proposals, last = torch.cat([one.theta for one in sample]), list(around), [], k
     for _ in range(ROUNDS):
         new = tailed_draws(parts, draws, generator).to(theta.dtype)
         more_p, more_q = _at(log_joint, density, new.split(sample.sizes))
         log_p, log_q, theta = torch.cat([log_p, more_p]), torch.cat([log_q, more_q]), torch.cat([theta, new])
-        rounds.append(new)
         proposals.append(parts)
         each = [each_log_prob(one, theta).logsumexp(0) for one in proposals]
         log_weights = log_p - torch.stack([log_q, *each]).logsumexp(0)
-        before = k
-        weights, k = psis(torch.where(log_weights.isnan(), -torch.inf, log_weights))
+        before = last
+        weights, last = psis(torch.where(log_weights.isnan(), -torch.inf, log_weights))
         parts = _moved(parts, theta.double(), weights)
-    raw, k = log_weights.softmax(0), max(before, k)  # by chance one of them is low now and then
+    raw, k_weights = log_weights.softmax(0), max(before, last)  # by chance one of them is low now and then
     if raw.max().item() * len(raw) <= BOUND:
-        weights, k = raw, min(k, 0.0)
-    return Importance(
-        result.log_weights, weights, result.k, k, space, sample, tuple(rounds), max(0, len(around) - len(own))
-    )
+        weights, k_weights = raw, min(k_weights, 0.0)
+    return Importance(own, weights, k, k_weights, space, sample, theta[draws:], 0, len(theta))
 
 
 @torch.no_grad()
@@ -278,11 +291,6 @@ def normals_of(density: Density) -> list[Place]:
     return made
 
 
-def _log_shares(parts: Sequence[Place]) -> Tensor:
-    """Return the logarithms of the parts' shares of the mass, [C]."""
-    return torch.tensor([part.log_mass for part in parts], dtype=torch.float64).log_softmax(0)
-
-
 def tailed_draws(parts: Sequence[Place], n: int, generator: torch.Generator) -> Tensor:
     """Return draws of normals chosen by weight, with a multivariate Student-t's tails: [n, P].
 
@@ -291,8 +299,7 @@ def tailed_draws(parts: Sequence[Place], n: int, generator: torch.Generator) -> 
     """
     mean = torch.stack([part.normal.mean for part in parts])
     root = torch.stack([part.normal.root for part in parts])
-    shares = _log_shares(parts).exp().to(generator.device)
-    chosen = torch.multinomial(shares, n, replacement=True, generator=generator)
+    chosen = torch.multinomial(_shares(parts).to(generator.device), n, replacement=True, generator=generator)
     like = {"generator": generator, "dtype": torch.float64, "device": generator.device}
     radius = torch.randn(n, NU, **like).square().mean(-1, keepdim=True).rsqrt()
     t = (radius * torch.randn(n, mean.shape[1], **like)).to(mean.device)
@@ -303,10 +310,17 @@ def each_log_prob(parts: Sequence[Place], theta: Tensor) -> Tensor:
     """Return log of weight and density of every part of `tailed_draws`: [n, P] → [C, n]."""
     P, made = theta.shape[1], []
     constant = lgamma((NU + P) / 2) - lgamma(NU / 2) - 0.5 * P * log(NU * pi)
-    for (mean, root, _), log_share in zip((part.normal for part in parts), _log_shares(parts).tolist(), strict=True):
+    for part, share in zip(parts, _shares(parts).tolist(), strict=True):
+        mean, root, _ = part.normal
         square = torch.linalg.solve_triangular(root, (theta.double() - mean).mT, upper=False).square().sum(0)
-        made.append(log_share + constant - root.diagonal().log().sum() - 0.5 * (NU + P) * torch.log1p(square / NU))
+        log_det = root.diagonal().log().sum()
+        made.append(log(share) + constant - log_det - 0.5 * (NU + P) * torch.log1p(square / NU))
     return torch.stack(made)
+
+
+def _shares(parts: Sequence[Place]) -> Tensor:
+    """Return the parts' shares of the mass, [C]."""
+    return torch.tensor([part.log_mass for part in parts], dtype=torch.float64).softmax(0).clamp(min=1e-300)
 
 
 def _moved(parts: list[Place], theta: Tensor, weights: Tensor) -> list[Place]:
@@ -315,16 +329,16 @@ def _moved(parts: list[Place], theta: Tensor, weights: Tensor) -> list[Place]:
     No part has less than a quarter of its weight before.
     """
     theirs, made = each_log_prob(parts, theta).softmax(0) * weights, []  # [C, n]
-    for part, log_share, own in zip(parts, _log_shares(parts).tolist(), theirs, strict=True):
-        share, (before, root, _) = own.sum().item(), part.normal
-        effective = share**2 / own.square().sum().clamp(min=1e-300).item()
-        believed = effective / (effective + PER_NUMBER * len(before))
-        mean = before + believed * (own @ (theta - before)) / max(share, 1e-300)
-        x = theta - mean
-        covariance = (x * (own / max(share, 1e-300)).unsqueeze(-1)).mT @ x
+    for part, before, own in zip(parts, _shares(parts).tolist(), theirs, strict=True):
+        (mean, root, _), share = part.normal, own.sum().clamp(min=1e-300)
+        effective = share.square() / own.square().sum().clamp(min=1e-300)
+        believed = effective / (effective + PER_NUMBER * len(mean))
+        moved = mean + believed * (own / share @ (theta - mean))
+        x = theta - moved
+        covariance = (x * (own / share).unsqueeze(-1)).mT @ x
         new, failed = torch.linalg.cholesky_ex(believed * covariance + (1 - believed) * root @ root.mT)
-        normal = part.normal if failed.item() else Normal(mean, new)
-        made.append(Place(normal, log(max(share, exp(log_share) / 4))))
+        normal = part.normal if failed.item() else Normal(moved, new)
+        made.append(Place(normal, log(max(share.item(), before / 4))))
     return made
 
 

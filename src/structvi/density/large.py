@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..families.family import Family
 from ..families.normal import Diagonal, LowRank, NormalForm
-from ..objective import NonFiniteError
 from .gaussian import set_form
 from .lbfgs import ascend
 from .lowrank import Approximation, LowRankMatrix, between_scales, independent
@@ -24,8 +23,6 @@ from .targets import Limit
 
 #: P above which a family that is a diagonal plus low rank is fitted so
 LARGE = 256
-#: evaluations that such a fit can be limited to, at least
-LEAST_LIMIT = 4096
 #: points at which the log density is computed at once
 CHUNK = 128
 #: steps of the climb
@@ -161,14 +158,7 @@ class LargeSearch:
 
     def begin(self, starts: int) -> At:
         """Return a diagonal normal after a climb."""
-        self.run.stage = "climb"
-        climbs = self.run.climb(torch.stack([self.run.start(i).initial for i in range(starts)]), iterations=CLIMB)
-        if climbs is None or not climbs.ends()[1].max() > -inf:
-            raise NonFiniteError(
-                f"the log density is not finite around any of {starts} starts; give the parameters values at which "
-                "it is finite: Parameters({name: value, ..})"
-            )
-        theta, values = climbs.ends()
+        theta, values = self.run.climb(starts, CLIMB).ends()
         mean, scale = theta[values.argmax()], self.space.scale.double()
         self.run.stage = "start"
         with suppress(Limit):
@@ -249,8 +239,8 @@ class LargeSearch:
             kl = [self.approximation.kl(one.log().unsqueeze(0), whole)[0].item() for one in starts]
             starts = starts[kl.index(min(kl)) :][:1]
         if self.moves < 4:  # between the scales of conditionals and margins; the optimum is chosen early
-            middle = between_scales(whole.diagonal().rsqrt(), whole.inverse().diagonal().sqrt(), 2, self.noise(2))[1:]
-            starts = torch.cat([starts, middle])
+            between = between_scales(whole.diagonal().rsqrt(), whole.inverse().diagonal().sqrt())
+            starts = torch.cat([starts, between[1:2]])
         self.moves += 1
         root, _ = self.approximation.best(whole, starts, TOLERANCE, 50)
         new = At(mean, root, LowRankMatrix.precision_of(root), model)
@@ -410,7 +400,5 @@ def fit_large(run: Search, family: Family, starts: int, goes_on: bool) -> Found:
     end, elbo, left, settled = search.search(starts, goes_on)
     missing = search.root.factor.shape[1] - end.root.factor.shape[1]
     root = end.root._replace(factor=torch.nn.functional.pad(end.root.factor, (0, missing)))
-    set_form(
-        family, NormalForm(end.mean, Diagonal(root.scale) if isinstance(form.root, Diagonal) else root), run.generator
-    )
+    set_form(family, NormalForm(end.mean, Diagonal(root.scale) if isinstance(form.root, Diagonal) else root))
     return Found(family, elbo, left, settled, end.model)

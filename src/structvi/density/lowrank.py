@@ -220,13 +220,11 @@ class Approximation:
         return values, vectors
 
 
-def between_scales(conditional: Tensor, marginal: Tensor, number: int, noise: Tensor) -> Tensor:
-    """Return `number` starts [n, P] for scales: conditional, between, marginal; further ones with noise [n, P] added.
+def between_scales(conditional: Tensor, marginal: Tensor) -> Tensor:
+    """Return starts [3, P] for scales: conditional, between, marginal.
 
     Example:
-        >>> between_scales(torch.ones(2), torch.full((2,), 4.0), 3, torch.zeros(3, 2))[:, 0]
+        >>> between_scales(torch.ones(2), torch.full((2,), 4.0))[:, 0]
         tensor([1., 2., 4.])
     """
-    index = torch.arange(number, device=noise.device, dtype=noise.dtype).unsqueeze(-1)
-    log_scale = torch.lerp(conditional.log(), marginal.log(), (index % 3) / 2)
-    return (log_scale + torch.where(index > 2, 0.25 * (1 + index % 4), 0.0) * noise).exp()
+    return torch.stack([conditional, (conditional * marginal).sqrt(), marginal])

@@ -1,194 +1,149 @@
 """Modes of a log density, and mixtures with a part at each.
 
-climbs of log p ─▶ a normal at each end ─▶ rounds of climbs from where p is above these normals ─▶ a part at each
-       ▲                                                                                                │
-       └── for components="auto" also at what the fit leaves of p, while that gains ◀── the mixture on S, 4S, .. draws
+climbs of log p ─▶ a normal at each end ─▶ a mixture with a part at each, fitted ─▶ the end, if nothing is missed
+                            ▲                                │
+                            └── climbs of p without the fit ◀┘
 
-A round draws points at 1 to 40 standard deviations of the known normals. Some climb log p. Others climb the rest
-of p, without the normals: a mode beside a wider one has a small basin of log p, and a large one of the rest. If such a
-climb leads to no new mode of log p, its end is a shoulder: mass that no mode's normal has.
+A round draws points at 1 to 40 standard deviations of the known normals. Some climb log p, and then the rest of p,
+without the normals: a mode beside a wider one has a small basin of log p, and a large one of the rest. If such a climb
+leads to no new mode of log p, its end is a shoulder: mass that no mode's normal has.
 """
 
 import copy
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from math import exp, inf, log, log1p, pi
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..families.family import Family
+from ..families.family import Density, Family
 from ..families.mixture import Mixture, mixture_of
 from ..models.target import Target
 from ..parameters import Parameters
 from ..result import Status
 from .fixed_draws import fresh_draws
-from .gaussian import Normal, Place, Shape, half_log_det, normal_of, set_form
+from .gaussian import Normal, Place, Shape, half_log_det, normal_of, set_form, triangular
 from .lbfgs import RowFunction, ascend
 from .schedule import Climbs, Found, Search
-from .targets import Limit, View
+from .targets import Counted, Limit, View
 
 #: numbers up to which modes are looked for
 DENSE = 512
 #: first points of each size: 0.1, 0.3, 1, 3 and 10 of the space's scales
 EACH = 32
-#: points of a round
-POINTS = 8192
-#: points of a round that climb
-CLIMBERS = 128
-#: greatest distance of a round's points from known modes, in standard deviations; a fifth goes farther
-FAR, FARTHEST = 16.0, 40.0
-#: nats that p must have over the known normals at points that climb the rest
-LEFT = (1e-9, 0.3)
-#: rounds, at most
-ROUNDS = 12
-#: rounds without a find after which the search ends; more if there are fewer modes than parts
+#: points of a round at most, and how many there are for each one that climbs
+POINTS, FOR_EACH = 8192, 64
+#: greatest distance of a round's points from known modes, in standard deviations
+FARTHEST = 40.0
+#: rounds without a new mode after which the search ends; more if there are fewer modes than parts
 QUIET, LONGER = 2, 6
-#: two ends of climbs are one mode within so many standard deviations
+#: two ends of climbs are one mode within so many standard deviations, and nats
 NEAR = 0.7
-#: and within so many nats
-NATS = 0.5
-#: standard deviations around an end from which climbs go on, to see whether it is a saddle
-JITTER = 0.3
-#: ends that a climb of a round looks at
+#: standard deviations around an end from which climbs gain more than so many nats if it is a saddle
+NUDGE = 0.2
+#: new ends that a climb of a round looks at
 MOST = 24
-#: share of the mass from which on a mode is worth another round
-COUNTS = 1e-4
-#: the same of a shoulder
-SHOULDER = 2e-3
+#: share of the mass from which on a mode counts, and a shoulder
+COUNTS, SHOULDER = 1e-4, 2e-3
 #: draws that weigh a shoulder
 WEIGHED = 32
 #: widths around a part of a fit, relative to it, at which mass may be left
 WIDER = (1.5, 2.5, 4.0)
-#: Newton's steps of a mode's normal
-STEPS = 30
-#: fits of a given number of parts, and further parts of "auto", at most
-FITS, MORE = 3, 8
-#: nats that a further part must gain, and of mass beside a fit whose draws do not go there
-GAIN, BESIDE = 0.05, 0.02
+#: further fits, at most, and nats that a further part must gain
+FITS, GAIN = 8, 0.05
 #: nats by which p at a mode may be above q
 COVERED = 2.0
 #: share of the mass at modes without a part from which on a fit has not converged
 MISSED = 0.01
-#: distance of the halves of a part from its mean, in standard deviations along its longest axis
-HALF = 0.7
+#: share of the draws around mass beside q, and around q, at least
+LEAST = 0.05
 #: draws of each part that estimate ELBO and evidence
 GROUPS = 1024
 
 
-@dataclass
-class Mode:
+class Mode(NamedTuple):
     """A mode of log p as the searches saw it.
 
     Attributes:
         theta: where it is, [P].
         log_p: the log density there.
         log_mass: the ELBO of a normal there, its share of the evidence if it is Gaussian.
-        reached: searches that ended there.
     """
 
     theta: Tensor
     log_p: float
     log_mass: float
-    reached: int
 
 
-class Masses:
-    """Σ_c m_c N_c, the normals with the masses of places."""
+class Hill(NamedTuple):
+    """A mode of log p, or a point where p is above known normals, and a normal with mass there."""
 
-    def __init__(self, places: list[Place]):
-        self.mean = torch.stack([place.normal.mean for place in places])  # [C, P]
-        self.inverse: Tensor = torch.linalg.inv(torch.stack([place.normal.root for place in places]))  # [C, P, P]
-        constant = [place.log_mass - half_log_det(place.normal.root) for place in places]
-        self.constant = self.mean.new_tensor(constant) - self.mean.shape[1] / 2 * log(2 * pi)
-
-    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return its logarithm and the gradient of that: [n, P] → [n], [n, P]."""
-        white = torch.einsum("cij,ncj->nci", self.inverse, theta.unsqueeze(1) - self.mean)
-        each = self.constant - white.square().sum(-1) / 2
-        return each.logsumexp(-1), -torch.einsum("nc,nci,cij->nj", each.softmax(-1), white, self.inverse)
+    theta: Tensor  # [P]
+    log_p: float
+    place: Place
 
 
 class Modes:
-    """The search for modes: places that were found, and how often.
+    """The search for modes of a target, and for mass that normals leave.
 
     Args:
         run: the target and its count.
         centre, scale: where the first points are, and the units of climbs, [P] each.
-        generator: of all points.
     """
 
-    def __init__(self, run: Search, centre: Tensor, scale: Tensor, generator: torch.Generator):
-        self.run, self.generator = run, generator
-        self.view = View(run.target, centre.double(), scale.double())
-        self.modes: list[Mode] = []
-        self.at_modes: list[Place] = []
-        self.shoulders: list[Place] = []
-        #: around the parts of a fit, with the mass that it leaves there
-        self.wider: list[Place] = []
-        #: ends of climbs that are not at a mode of their own: θ, log p and the index of the mode
-        self.aliases: list[tuple[Tensor, float, int]] = []
+    def __init__(self, run: Search, centre: Tensor, scale: Tensor):
+        self.run, self.view = run, View(run.target, centre.double(), scale.double())
+        self.modes: list[Hill] = []
+        self.shoulders: list[Hill] = []
 
     @property
     def places(self) -> list[Place]:
         """All normals with mass."""
-        return self.at_modes + self.shoulders
+        return [hill.place for hill in self.modes + self.shoulders]
 
     def total(self) -> float:
-        """Return the log of the mass of all that was found."""
-        return torch.tensor([place.log_mass for place in self.places] or [-inf]).logsumexp(0).item()
+        """Return the log of the mass at all modes."""
+        return log_sum(hill.place.log_mass for hill in self.modes)
 
     def search(self, wanted: int = 1) -> None:
-        """Make rounds until some find nothing that counts, more of them with fewer places than are wanted."""
-        # not the start itself, which may be a saddle between modes
-        self.climb(torch.cat([0.01 * self.noise(1), *(10 ** (k / 2) * self.noise(EACH) for k in range(-2, 3))]))
-        quiet = 0
-        for _ in range(ROUNDS if self.places else 0):
+        """Make rounds until some find no mode that counts, more of them with fewer places than are wanted."""
+        self.climb(torch.cat([10 ** (k / 2) * self.noise(EACH) for k in range(-2, 3)]))
+        quiet = 0 if self.places else LONGER
+        while quiet < (QUIET if len(self.places) >= wanted else LONGER):
             quiet = 0 if self.round(self.places) else quiet + 1
-            if quiet >= (QUIET if len(self.places) >= wanted else LONGER):
-                break
 
-    def round(self, known: list[Place], points: int = POINTS, climbers: int = CLIMBERS, fitted: bool = False) -> bool:
-        """Climb from points around these normals, those of a fit or not; return whether what counts was new."""
-        masses, before = Masses(known), len(self.modes)
-        theta = self.points(known, points)
-        z = self.view.z(theta)
+    def round(self, known: list[Place], points: int = POINTS) -> bool:
+        """Climb p, and p without these normals, from points around them; return whether a mode that counts is new."""
+        modes, taken = len(self.modes), log_density_of(known)
+        z = self.view.z(self.points(known, points))
         value = self.view.values(z) - self.view.log_det
-        over = value - masses(theta)[0]
-        self.climb(z[self.chosen(value, over, LEFT[-1], climbers)])
-        starts = [z[self.chosen(value, over, least, climbers)] for least in LEFT]
-        around = known if fitted else []
-        found = [self.climb_residual(masses, z, least, around) for z, least in zip(starts, LEFT, strict=True)]
-        total = self.total()
-        return any(found) or any(place.log_mass - total > log(COUNTS) for place in self.at_modes[before:])
-
-    def chosen(self, value: Tensor, over: Tensor, least: float, climbers: int) -> Tensor:
-        """Return points where p is `least` nats over what is known: most over it, most left, any; and any others."""
-        visible = (over > least).nonzero().squeeze(-1)
-        left = value + torch.log(-torch.expm1(-over.clamp(min=1e-300)))
-        n = climbers // 4
-        most = [visible[one[visible].argsort(descending=True)[:n]] for one in (over, left)]
-        some = visible[torch.randperm(len(visible), generator=self.generator)[:n]]
-        rest = torch.randperm(len(value), generator=self.generator)[:n].to(visible)
-        return torch.cat([*most, some, rest]).unique()
+        over = (value - taken(self.view.theta(z))).clamp(min=1e-300)
+        left = value + torch.log(-torch.expm1(-over))
+        n = max(8, points // FOR_EACH) // 4
+        most = [one.topk(min(n, len(z))).indices for one in (over, left)]
+        any_of_them = torch.randperm(len(z), generator=self.run.generator)[: 2 * n].to(z.device)
+        starts = z[torch.cat([*most, any_of_them]).unique()]
+        self.climb(starts)
+        self.climb_rest(starts, taken)
+        counts = self.total() + log(COUNTS)
+        return any(hill.place.log_mass > counts for hill in self.modes[modes:])
 
     def noise(self, n: int) -> Tensor:
         """Return rows of standard normal numbers, [n, P]."""
-        z = torch.randn(n, len(self.view.centre), generator=self.generator, dtype=torch.float64)
-        return z.to(self.view.centre)
+        return self.run.noise(n).to(self.view.centre)
 
     def points(self, known: list[Place], n: int) -> Tensor:
         """Return θ around normals, between them and beyond, at distances from 1 to 40 standard deviations: [n, P]."""
         at = torch.stack([place.normal.mean for place in known])
         roots = torch.stack([place.normal.root for place in known])
-        which, other, shape = torch.randint(len(at), (3, n), generator=self.generator)
-        part, far = torch.rand(2, n, 1, generator=self.generator, dtype=torch.float64).to(at)
-        index = torch.arange(n, device=at.device).unsqueeze(-1)
-        base = torch.lerp(at[which], at[other], torch.where(index % 8 < 5, 0.0, 2.5 * part - 0.5))
-        base = torch.where(index % 4 == 0, self.view.centre, base)
+        which, other, shape = torch.randint(len(at), (3, n), generator=self.run.generator)
+        part, far = torch.rand(2, n, 1, generator=self.run.generator, dtype=torch.float64).to(at)
+        is_between = torch.arange(n, device=at.device).unsqueeze(-1) % 2 == 0
+        base = torch.lerp(at[which], at[other], torch.where(is_between, 2.5 * part - 0.5, 0.0))
         direction = self.noise(n)
-        length = torch.where(index % 5 == 0, FARTHEST, FAR) ** far / direction.norm(dim=-1, keepdim=True)
+        length = FARTHEST**far / direction.norm(dim=-1, keepdim=True)
         return base + torch.einsum("nij,nj->ni", roots[shape], length * direction)
 
     def ascended(self, function: RowFunction, z: Tensor) -> Climbs | None:
@@ -198,116 +153,131 @@ class Modes:
             ascend(function, z, path=path)
         return Climbs(self.view, path) if path else None
 
-    def climb(self, z: Tensor) -> bool:
-        """Climb log p, count each end, and fit a normal at those that are new; return whether there were any."""
+    def climb(self, z: Tensor) -> None:
+        """Climb log p, and fit a normal at each new end."""
         climbs = self.ascended(self.view, z)
         if climbs is None:
-            return False
+            return
         theta, values = climbs.ends()
-        left, new = values.isfinite(), False
-        for _ in range(MOST + len(self.modes) + len(self.aliases)):
-            if not bool(left.any()):
+        is_new = values.isfinite()
+
+        def is_end_of(hill: Hill) -> Tensor:
+            near = hill.place.normal._replace(mean=hill.theta).distance(theta) < NEAR
+            return near & ((values - hill.log_p).abs() < NEAR)
+
+        for hill in self.modes:
+            is_new &= ~is_end_of(hill)
+        for _ in range(MOST):
+            if not bool(is_new.any()):
                 break
-            row = int(torch.where(left, values, -inf).argmax())
-            index = self.known(theta[row], values[row].item())
-            if index is None:
-                index, is_new = self.add(climbs, row, theta[row], values[row].item())
-                new = new or is_new
-            left[row] = False
-            if index is None:
+            row = int(torch.where(is_new, values, -inf).argmax())
+            is_new[row] = False
+            start = climbs.normal(row)
+            found = self.run.fit_hill(start, values[row].item(), MOST)
+            around = self.ascended(self.view, self.view.z(theta[row] + NUDGE * self.noise(4) @ start.root.mT))
+            is_saddle = around is not None and around.ends()[1].max() > values[row] + NUDGE
+            if found is None or is_saddle:
                 continue
-            own = left & (self.at_modes[index].normal._replace(mean=theta[row]).distance(theta) < NEAR)
-            own &= values > values[row] - NATS
-            self.modes[index].reached += 1 + int(own.sum())
-            left &= ~own
-        return new
+            hill = Hill(theta[row], values[row].item(), Place(found[0][-1], found[1]))
+            is_new &= ~is_end_of(hill)
+            if not any(is_at(one.place.normal, hill.place.normal) for one in self.modes):
+                self.modes.append(hill)
 
-    def known(self, theta: Tensor, value: float) -> int | None:
-        """Return the mode at which an end is."""
-        ends = [(mode.theta, mode.log_p, index) for index, mode in enumerate(self.modes)] + self.aliases
-        for at, log_p, index in ends:
-            distance = self.at_modes[index].normal._replace(mean=at).distance(theta.unsqueeze(0)).item()
-            if distance < NEAR and abs(value - log_p) < NATS:
-                return index
-        return None
-
-    def add(self, climbs: Climbs, row: int, theta: Tensor, value: float) -> tuple[int | None, bool]:
-        """Fit a normal at a new end; return its mode, perhaps one that is known, and whether it is new.
-
-        Climbs from around it go on first: an end may be a saddle between modes.
-        """
-        start = climbs.normal(row)
-        again = self.ascended(self.view, self.view.z(theta + JITTER * self.noise(4) @ start.root.mT))
-        if again is not None and again.ends()[1].max() > value + NATS / 5:
-            ends, values = again.ends()
-            best = int(values.argmax())
-            theta, value, start = ends[best], values[best].item(), again.normal(best)
-            if (index := self.known(theta, value)) is not None:
-                return index, False
-        found = self.run.fit_hill(start, value, STEPS)
-        if found is None:
-            return None, False
-        normal, elbo = found[0][-1], found[1]
-        for index, place in enumerate(self.at_modes):
-            if is_at(place.normal, normal):
-                self.aliases.append((theta, value, index))
-                return index, False
-        self.modes.append(Mode(theta, value, elbo, 0))
-        self.at_modes.append(Place(normal, elbo))
-        return len(self.modes) - 1, True
-
-    def climb_residual(self, masses: Masses, z: Tensor, least: float, around: list[Place]) -> bool:
-        """Climb the rest of p, then log p from the ends; return whether mass that counts was new.
-
-        Mass around one of the normals has no end of a climb: for those in `around` wider normals are weighed.
-        """
-
-        def left(z: Tensor) -> tuple[Tensor, Tensor]:
-            value, gradient = self.view(z)
-            taken, slope = masses(self.view.theta(z))
-            over = value - self.view.log_det - taken
-            is_left = over > least + 1e-11 * (1 + taken.abs())
-            over = torch.where(is_left, over, 1.0)
-            rest = gradient - torch.exp(-over).unsqueeze(-1) * self.view.back(slope)
-            part = -torch.expm1(-over)
-            value = torch.where(is_left, value + part.log(), -inf)
-            return value, torch.where(is_left.unsqueeze(-1), rest / part.unsqueeze(-1), 0.0)
-
-        climbs = self.ascended(left, z)
+    def climb_rest(self, z: Tensor, taken: Callable[[Tensor], Tensor]) -> None:
+        """Climb the rest of p, then log p from the ends; what is no mode and has mass is a shoulder."""
+        rest = self.rest(taken)
+        climbs = self.ascended(rest, z)
         if climbs is None:
-            return False
+            return
         theta, values = climbs.ends()
-        is_open, own, vain = values.isfinite(), [], 0
-        while vain < 6 and len(own) < MOST and bool(is_open.any()):
+        is_open, found = values.isfinite(), []
+        for _ in range(MOST):
+            if not bool(is_open.any()):
+                break
             row = int(torch.where(is_open, values, -inf).argmax())
             normal = climbs.normal(row)
-            is_open &= (normal.distance(theta) >= NEAR) | (values < values[row] - NATS)
+            is_open &= normal.distance(theta) >= NEAR
             is_open[row] = False
-            mass = self.mass_left(left, normal, values[row].item())
-            vain += 1
+            mass = self.mass_left(rest, normal, values[row].item())
             if mass - self.total() > log(SHOULDER):
-                own.append(Place(normal, mass))
-                vain = 0
-        if around:
-            wider = [place.normal._replace(root=times * place.normal.root) for place in around for times in WIDER]
-            self.wider = [Place(normal, self.mass_left(left, normal, inf)) for normal in wider]
-        new = bool(own) and self.climb(self.view.z(torch.stack([place.normal.mean for place in own])))
-        for place in sorted(own, key=lambda one: -one.log_mass):
-            if not any(float(one.normal.distance(place.normal.mean.unsqueeze(0))) < 1 for one in self.places):
-                self.shoulders.append(place)
-                new = True
-        return new
+                found.append(Place(normal, mass))
+        if found:
+            self.climb(self.view.z(torch.stack([place.normal.mean for place in found])))
+        for place in sorted(found, key=lambda one: -one.log_mass):
+            theta = place.normal.mean.unsqueeze(0)
+            if not any(float(one.normal.distance(theta)) < 1 for one in self.places):
+                log_p = self.view.values(self.view.z(theta)).item() - self.view.log_det
+                self.shoulders.append(Hill(theta[0], log_p, place))
 
-    def mass_left(self, left: RowFunction, normal: Normal, value: float) -> float:
+    def rest(self, taken: Callable[[Tensor], Tensor]) -> RowFunction:
+        """Return the logarithm of p less what is taken of it, and its gradient, by rows of coordinates."""
+
+        def function(z: Tensor) -> tuple[Tensor, Tensor]:
+            z = z.detach().requires_grad_()
+            value = self.view.log_joint(z).double()
+            over = value - self.view.log_det - taken(self.view.theta(z))
+            is_left = over > 1e-9
+            left = torch.where(is_left, value + torch.log(-torch.expm1(-torch.where(is_left, over, 1.0))), -inf)
+            (gradient,) = torch.autograd.grad(left[is_left].sum(), z)
+            return left.detach(), gradient
+
+        return function
+
+    def mass_left(self, rest: RowFunction, normal: Normal, value: float = inf) -> float:
         """Return the log mass of the rest of p around a normal, by importance sampling; `value` is at its mean."""
         noise = self.noise(WEIGHED)
-        drawn = left(self.view.z(normal.mean + noise @ normal.root.mT))[0] - self.view.log_det
+        drawn = rest(self.view.z(normal.mean + noise @ normal.root.mT))[0] - self.view.log_det
         log_normal = -noise.square().sum(-1) / 2 - noise.shape[1] / 2 * log(2 * pi) - half_log_det(normal.root)
         return min((drawn - log_normal).logsumexp(0).item() - log(WEIGHED), value - log_normal.max().item())
 
-    def found(self) -> list[Mode]:
-        """Return the modes, the heaviest first."""
-        return sorted(self.modes, key=lambda mode: -mode.log_mass)
+    def beside(self, parts: list[Place]) -> list[Place]:
+        """Return the shoulder of p, and then the place around a part of a fit, at which the fit leaves most mass."""
+        rest = self.rest(log_density_of(parts))
+        shoulders = [hill.place.normal for hill in self.shoulders]
+        wider = [place.normal._replace(root=times * place.normal.root) for place in parts for times in WIDER]
+        weighed = [[Place(one, self.mass_left(rest, one)) for one in normals] for normals in (shoulders, wider)]
+        return [max(places, key=lambda place: place.log_mass) for places in weighed if places]
+
+    def heavy(self) -> list[Place]:
+        """Return the places at modes that count, the heaviest first."""
+        counts = self.total() + log(COUNTS)
+        heavy = [hill.place for hill in self.modes if hill.place.log_mass > counts]
+        return sorted(heavy, key=lambda place: -place.log_mass)
+
+
+@torch.no_grad()
+def without_part(hills: list[Hill], density: Density, parts: list[Place], log_evidence: float) -> list[Place]:
+    """Return the places where p is more than seven times q, and that are no part's."""
+    if not hills:
+        return []
+    theta = torch.stack([hill.theta for hill in hills]).to(density.mean)
+    over = (
+        torch.tensor([hill.log_p for hill in hills], dtype=torch.float64) - density.log_prob(theta).cpu() - log_evidence
+    )
+    return [
+        hill.place
+        for hill, above in zip(hills, over.tolist(), strict=True)
+        if above > COVERED and not any(is_at(hill.place.normal, part.normal) for part in parts)
+    ]
+
+
+def log_density_of(places: list[Place]) -> Callable[[Tensor], Tensor]:
+    """Return log Σ_c m_c N_c, of the normals with the masses of places, as a function of rows: [n, P] → [n]."""
+    mean = torch.stack([place.normal.mean for place in places])  # [C, P]
+    inverse = torch.linalg.inv(torch.stack([place.normal.root for place in places]))  # [C, P, P]
+    constant = mean.new_tensor([place.log_mass - half_log_det(place.normal.root) for place in places])
+    constant = constant - mean.shape[1] / 2 * log(2 * pi)
+
+    def function(theta: Tensor) -> Tensor:
+        white = torch.einsum("cij,ncj->nci", inverse, theta.unsqueeze(1) - mean)
+        return (constant - white.square().sum(-1) / 2).logsumexp(-1)
+
+    return function
+
+
+def log_sum(values: Iterable[float]) -> float:
+    """Return log Σ exp of numbers, −∞ of none."""
+    return torch.tensor([*values, -inf], dtype=torch.float64).logsumexp(0).item()
 
 
 def is_at(one: Normal, other: Normal) -> bool:
@@ -339,16 +309,16 @@ class Mixed(NamedTuple):
 
 def fit_mixture(run: Search, recipe: Mixture, starts: int, draws: int | None) -> Mixed:
     """Return a mixture with a part at each mode, fitted together, after another look for modes."""
-    run.stage, auto = "modes", recipe.components == "auto"
-    number = None if auto else len(recipe.parts())
-    alone = recipe.parts()[0] if auto else recipe
+    run.stage = "modes"
+    number = None if recipe.components == "auto" else len(recipe.parts())
+    alone = recipe.parts()[0] if number is None else recipe
     normals = [part.bind(run.space, torch.Generator()).normal() is not None for part in recipe.parts()]
     if not (run.target.limit > 4 * POINTS and run.space.size <= DENSE and all(normals)):
         what = f"modes are looked for with normal parts, P ≤ {DENSE} and max_evaluations= none or above {4 * POINTS}"
-        if auto:
+        if number is None:
             raise ValueError(f'components="auto" needs modes, and {what}; give the number of parts: components=2')
         return Mixed(run.any(recipe, starts, draws), [], 0.0, [f"no modes were looked for: {what}"])
-    seen = Modes(run, run.space.initial, run.space.scale, run.generator)
+    seen = Modes(run, run.space.initial, run.space.scale)
     with suppress(Limit), run.target.part(0.5):  # the other half is left to the fit
         seen.search(number or 1)
     if not seen.places:
@@ -356,153 +326,107 @@ def fit_mixture(run: Search, recipe: Mixture, starts: int, draws: int | None) ->
     notes = []
     if len(seen.places) < (number or 1):
         notes = [f"modes found: {len(seen.modes)}, for {number} parts; if there are more, no search reached them"]
-    mixing = _Mixing(run, recipe, seen)
-    found = mixing.as_many_as_pay(draws) if number is None else mixing.so_many(number, draws)
-    return Mixed(found, seen.found(), mixing.missed(found), notes)
+    found, missed = _fit_parts(run, recipe, seen, number, draws)
+    modes = [Mode(theta, log_p, place.log_mass) for theta, log_p, place in seen.modes]
+    return Mixed(found, sorted(modes, key=lambda mode: -mode.log_mass), missed, notes)
 
 
-class _Mixing:
-    """Fits of a mixture around places, in coordinates in which their widths are about one."""
+def _fit_parts(run: Search, recipe: Mixture, seen: Modes, number: int | None, draws: int | None) -> tuple[Found, float]:
+    """Return the best fit, and the share of the mass at modes without a part.
 
-    def __init__(self, run: Search, recipe: Mixture, seen: Modes):
-        self.run, self.recipe, self.seen = run, recipe, seen
-        widths = torch.stack([place.normal.root.norm(dim=-1) for place in seen.places])
-        centre = torch.stack([place.normal.mean for place in seen.places]).mean(0)
-        self.view = View(run.target, centre, widths.log().mean(0).exp())
-
-    def so_many(self, number: int, draws: int | None) -> Found:
-        """Return the best fit with this number of parts: another one if the look after it finds a mode that counts."""
-        best: Found | None = None
+    After each fit a round looks where p is above it. For a given number of parts another fit is made if the round finds
+    a mode that counts. Else there is one more part for what is missed, as long as that gains.
+    """
+    view = _view(run, seen.places)
+    found, missed = _fitted(run, recipe, view, seen.heavy() if number is None else _chosen(seen, number), draws), []
+    with suppress(Limit):
         for _ in range(FITS):
-            found = self.fit(self.chosen(number), draws)
-            best = found if best is None or found.elbo > best.elbo else best
-            if not self.look(found):
-                break
-        assert best is not None
-        return best
-
-    def as_many_as_pay(self, draws: int | None) -> Found:
-        """Return a fit with a part for each mode that counts, then for what the fit leaves, as long as that gains."""
-        places = self.heavy()
-        with suppress(Limit):  # where p is just these normals
-            elbo, evidence = self.weighed(self.start(self.seen.places))
-            places = self.seen.places if evidence - elbo < BESIDE else places
-        found = self.fit(places, draws)
-        with suppress(Limit):
-            for _ in range(MORE):
-                elbo, evidence = self.weighed(found.family)
-                modes, shoulders = len(self.seen.modes), list(self.seen.shoulders)
-                self.look(found)
-                if len(self.heavy()) > len(found.family.parts()) and len(self.seen.modes) > modes:
-                    trial, gain = self.fit(self.heavy(), draws), GAIN
-                else:
-                    left = evidence - elbo
-                    beside = self.seen.shoulders + self.seen.wider
-                    places = sorted(beside + shoulders, key=lambda place: -place.log_mass)
-                    most = max((place.log_mass for place in beside), default=-inf)
-                    beside = log1p(exp(min(0.0, most - found.elbo)))
-                    if not places or max(left - GAIN, beside - BESIDE) <= 0 or self.run.target.exhausted:
-                        break
-                    trial = self.fit([*self.places_of(found), places[0]], draws)
-                    gain = GAIN if left > GAIN else min(GAIN, beside / 2)
-                if self.weighed(trial.family)[0] < elbo + gain:
+            elbo, log_evidence = weighted(found.family, run.target, run.seed)
+            parts, modes = places_of(found.family, elbo), len(seen.heavy())
+            run.stage = "modes"
+            with suppress(Limit):
+                seen.round(parts)
+            missed = without_part(seen.modes, found.family(), parts, max(elbo, seen.total()))
+            if number is not None:
+                tries = [_chosen(seen, number)] if len(seen.heavy()) > modes else []
+            elif missed:
+                tries = [[*parts, *missed]]
+            else:
+                left = [(place, max(log_evidence - elbo, _gain(place.log_mass - elbo))) for place in seen.beside(parts)]
+                tries = [[*parts, place] for place, gain in left if gain > GAIN]
+            for places in tries:
+                trial = _fitted(run, recipe, view, places, draws)
+                if weighted(trial.family, run.target, run.seed)[0] > elbo + (GAIN if number is None else 0.0):
+                    found = trial
                     break
-                found = trial
-        return found
+            else:
+                break
+    total = max(found.elbo, seen.total())
+    return found, exp(log_sum(place.log_mass for place in missed) - total)
 
-    def heavy(self) -> list[Place]:
-        """Return the places at modes that count, the heaviest first."""
-        total = self.seen.total()
-        heavy = [place for place in self.seen.at_modes if place.log_mass - total > log(COUNTS)]
-        return sorted(heavy or self.seen.at_modes[:1], key=lambda place: -place.log_mass)
 
-    def chosen(self, number: int) -> list[Place]:
-        """Return so many places: the heaviest modes, then shoulders, then halves of the heaviest."""
-        shoulders = sorted(self.seen.shoulders, key=lambda place: -place.log_mass)
-        places = [*self.heavy(), *shoulders][:number]
-        while len(places) < number:
-            places.sort(key=lambda place: -place.log_mass)
-            (mean, root, _), mass = places.pop(0)
-            u, s, _ = torch.linalg.svd(root)
-            step = HALF * s[0] * u[:, 0]
-            places += [Place(Normal(mean + side * step, root), mass - log(2)) for side in (1, -1)]
-        return places
+def _gain(log_share: float) -> float:
+    """Return the nats that a part gains whose mass was not in the fit: log(1 + share)."""
+    return log1p(exp(min(0.0, log_share)))
 
-    def start(self, places: list[Place]) -> Mixture:
-        """Return the mixture with a part at each place, in θ."""
-        parts, recipes = [], self.recipe.parts()
-        for index, place in enumerate(places):
-            q = recipes[min(index, len(recipes) - 1)].bind(self.run.space, self.run.generator)
-            form = q.normal()
-            assert form is not None
-            set_form(q, Shape(form, self.run.noise)(place.normal).to_form(), self.run.generator)
-            parts.append(q)
-        log_weights = self.run.space.initial.new_tensor([place.log_mass for place in places])
-        return Mixture.weighted(parts, log_weights)
 
-    def moved(self, mixture: Family, shift: Tensor, root: Tensor, space: Parameters) -> Family:
-        """Return a copy with every part in other coordinates."""
-        mixture = copy.deepcopy(mixture)
-        for part in mixture.parts():
-            form, part.space = part.normal(), space
-            assert form is not None
-            part.set_normal(form.affine(shift.to(form.mean), root.to(form.mean)))
-        mixture.space = space
-        return mixture
+def _chosen(seen: Modes, number: int) -> list[Place]:
+    """Return so many places: the heaviest modes, then shoulders, then halves of the heaviest."""
+    shoulders = sorted((hill.place for hill in seen.shoulders), key=lambda place: -place.log_mass)
+    places = [*seen.heavy(), *shoulders][:number]
+    while len(places) < number:
+        places.sort(key=lambda place: -place.log_mass)
+        (mean, root, _), mass = places.pop(0)
+        u, s, _ = torch.linalg.svd(root)
+        step = NEAR * s[0] * u[:, 0]
+        places += [Place(Normal(mean + side * step, root), mass - log(2)) for side in (1, -1)]
+    return places
 
-    def fit(self, places: list[Place], draws: int | None) -> Found:
-        """Return all parts fitted together; if that gains nothing on fresh draws, they stay as they were."""
-        start, centre, scale = self.start(places), self.view.centre, self.view.scale
-        inside = self.moved(start, -centre / scale, 1 / scale, self.view.space)
-        found = self.run.levels(inside, self.view, draws)
-        made = self.moved(found.family, centre, scale, self.run.space)
-        with suppress(Limit):
-            before, after = self.weighed(start)[0], self.weighed(made)[0]
-            if before > after:
-                return found._replace(family=start, elbo=before)
-        return found._replace(family=made)
 
-    def weighed(self, family: Family) -> tuple[float, float]:
-        """Return ELBO and log evidence by importance sampling, on the same fresh draws."""
-        return weighted(family, self.run.target, self.run.seed)
+def _view(run: Search, places: list[Place]) -> View:
+    """Return coordinates in which the widths of places are about one."""
+    widths = torch.stack([place.normal.root.norm(dim=-1) for place in places])
+    centre = torch.stack([place.normal.mean for place in places]).mean(0)
+    return View(run.target, centre, widths.log().mean(0).exp())
 
-    def places_of(self, found: Found) -> list[Place]:
-        """Return the normals of a fit, with their masses."""
-        mixture = mixture_of(found.family)
-        assert mixture is not None
-        log_weights, made = mixture.proportions.log().tolist(), []
-        for part, log_weight in zip(mixture.parts(), log_weights, strict=True):
-            form = part.normal()
-            assert form is not None
-            made.append(Place(normal_of(form), log_weight + found.elbo))
-        return made
 
-    def look(self, found: Found) -> bool:
-        """Make a round with the fit taken off p; return whether a mode that counts was new."""
-        if self.run.target.exhausted:
-            return False
-        before, self.seen.shoulders = len(self.seen.modes), []
-        self.run.stage = "modes"
-        try:
-            self.seen.round(self.places_of(found), fitted=True)
-        except Limit:
-            return False
-        total = self.seen.total()
-        return any(place.log_mass - total > log(MISSED / 2) for place in self.seen.at_modes[before:])
+def _fitted(run: Search, recipe: Mixture, view: View, places: list[Place], draws: int | None) -> Found:
+    """Return a mixture with a part at each place, fitted; if that gains nothing on fresh draws, as it was."""
+    parts, recipes, scale = [], recipe.parts(), view.scale
+    for index, place in enumerate(places):
+        q = recipes[min(index, len(recipes) - 1)].bind(run.space, run.generator)
+        form = q.normal()
+        assert form is not None
+        set_form(q, Shape(form)(place.normal).to_form())
+        parts.append(q)
+    start = Mixture.weighted(parts, run.space.initial.new_tensor([place.log_mass for place in places]))
+    found = run.levels(_moved(start, -view.centre / scale, 1 / scale, view.space), view, draws)
+    made = _moved(found.family, view.centre, scale, run.space)
+    with suppress(Limit):
+        before, after = (weighted(one, run.target, run.seed)[0] for one in (start, made))
+        if before > after:
+            return found._replace(family=start, elbo=before)
+    return found._replace(family=made)
 
-    @torch.no_grad()
-    def missed(self, found: Found) -> float:
-        """Return the share of the mass at modes where p is more than seven times q, and that are no part's."""
-        modes, at_modes = self.seen.modes, self.seen.at_modes
-        total = torch.tensor([mode.log_mass for mode in modes]).logsumexp(0).clamp(min=found.elbo)
-        theta = torch.stack([mode.theta for mode in modes]).to(self.run.space.initial)
-        log_q, parts = found.family().log_prob(theta).tolist(), self.places_of(found)
-        lost = [
-            mode.log_mass
-            for mode, place, q in zip(modes, at_modes, log_q, strict=True)
-            if mode.log_p - total.item() - q > COVERED and not any(is_at(place.normal, one.normal) for one in parts)
-        ]
-        return (torch.tensor([*lost, -inf]).logsumexp(0) - total).exp().item()
+
+def _moved(mixture: Family, shift: Tensor, scale: Tensor, space: Parameters) -> Family:
+    """Return a copy with every part in other coordinates."""
+    mixture = copy.deepcopy(mixture)
+    for part in mixture.parts():
+        form, part.space = part.normal(), space
+        assert form is not None
+        part.set_normal(form.affine(shift.to(form.mean), scale.to(form.mean)))
+    mixture.space = space
+    return mixture
+
+
+def places_of(family: Family, log_mass: float) -> list[Place]:
+    """Return the normals of a fitted mixture, with their shares of a mass."""
+    mixture = mixture_of(family)
+    assert mixture is not None
+    forms = [part.normal() for part in mixture.parts()]
+    shares = mixture.proportions.log().tolist()
+    return [Place(normal_of(form), share + log_mass) for form, share in zip(forms, shares, strict=True) if form]
 
 
 @torch.no_grad()
@@ -513,3 +437,51 @@ def weighted(family: Family, target: Target, seed: int, groups: int = GROUPS) ->
     over = target.log_joint(draws.theta).double() - density.log_prob(draws.theta).double()
     over = torch.where(over.isfinite(), over, -inf)
     return (draws.weight * over).sum().item(), (over + draws.weight.log()).logsumexp(0).item()
+
+
+def mass_beside(density: Density, own: list[Place], target: Counted, seed: int) -> list[Place]:
+    """Return q's normals and those around what climbs find of p without them, with shares of the mass; [] if none.
+
+    Draws of q, also with tails, do not meet a mode that is far away or narrow, and weights correct nothing without
+    draws.
+
+    Args:
+        density: q.
+        own: the normals that q is a mixture of, with their log shares; of others nothing is found.
+        target: p, with a limit of evaluations.
+        seed: of all points.
+    """
+    if not own or density.P > DENSE:
+        return []
+    run = Search(target, seed, tolerance=1e-3, progress=False)
+    draws = density.draw(64, *fresh_draws(seed, target.space.device))
+    over = target.log_joint(draws.theta).double() - density.log_prob(draws.theta).double()
+    mass, allowed = (draws.weight.double() @ over).item(), target.limit
+    if not abs(mass) < inf:
+        return []
+    known = [Place(place.normal, place.log_mass + mass) for place in own]
+    seen = Modes(run, density.mean.detach(), density.variance.detach().sqrt())
+    with suppress(Limit), torch.enable_grad():
+        while seen.round(known + seen.places, int(min(POINTS, max(8, allowed // 8)))):
+            pass
+    found = without_part(seen.modes + seen.shoulders, density, own, mass)
+    found = [
+        place
+        for place in found
+        if place.log_mass - mass > log(SHOULDER) and not any(_is_among(part.normal, place.normal) for part in own)
+    ]
+    if not found:
+        return []
+    masses = torch.tensor([mass, *(place.log_mass for place in found)], dtype=torch.float64)
+    share = masses.softmax(0).clamp(LEAST, 1 - LEAST).log().tolist()
+    made = [Place(one.normal, one.log_mass + share[0]) for one in own]
+    for (normal, _), own_share in zip(found, share[1:], strict=True):
+        made.append(Place(Normal(normal.mean, triangular(normal.root)), own_share))
+    return made
+
+
+def _is_among(part: Normal, other: Normal) -> bool:
+    """Return whether draws of a part reach a normal that is no spike among them: skewed posteriors have it aside."""
+    P = len(other.mean)
+    is_near = float(part.distance(other.mean.unsqueeze(0))) < P**0.5 + 1
+    return is_near and half_log_det(part.root) - half_log_det(other.root) < P * log(3)

@@ -308,8 +308,7 @@ def plane_mass(view: View, number: int, theta: Tensor) -> tuple[float, bool]:
     plane = Plane(view.target, number, theta, view.scale)
     if isinstance(view.root, LowRankMatrix):
         return diagonal_mass(plane, theta, view.scale), True
-    root = view.root if view.root.ndim == 2 else torch.diag(view.root)
-    covariance = root @ root.mT
+    covariance = view.root @ view.root.mT
     along = covariance[number] / covariance[number, number].sqrt()
     values, vectors = torch.linalg.eigh(covariance - torch.outer(along, along))
     own = torch.zeros_like(along)

@@ -16,15 +16,14 @@ from ..parameters import Select
 from ..predict.sample import IndependentDraws, data_tree
 from ..result import Result, Status
 from ..util.checks import check_integer, check_seed
-from .correction import LEAST, MOST, TIMES, Correction, correct
 from .fit_file import save_fit
 from .gaussian import SINGULAR
-from .importance import K_LIMIT, Unavailable
+from .importance import K_LIMIT, Importance, Unavailable, correct
 from .mixture import Mode
-from .properness import Runaway
+from .properness import HIGH, Runaway
 from .schedule import ENOUGH, Found, SearchStep
 from .smc import Annealing
-from .summary import Summary, doubtful, summarise
+from .summary import Summary, doubtful
 from .targets import Counted
 
 if TYPE_CHECKING:
@@ -35,20 +34,18 @@ Corrected = bool | Literal["annealed"]
 
 #: iid draws of the ELBO that is reported
 FRESH = 1024
-#: a mean this far from zero, or an ELBO this high, is a fit that found no end
-FAR = 1e12
+#: evaluations that a correction may spend relative to the fit's, at least, and at most, unless you allow another number
+TIMES, LEAST, MOST = 10, 1000, 40_000
 
+GO_ON = "vi.fit_density(target, result.family, ..) goes on"
 #: the next step after each status
 NEXT = {
     Status.CONVERGED: "print(result.summary()): the values, and k̂, which says whether to trust them",
     Status.OVER_FITTED: "fit again with more draws=",
-    Status.STOPPED: "vi.fit_density(target, result.family, max_evaluations=..) goes on from here",
-    Status.NO_OPTIMUM: "vi.fit_density(target, result.family) goes on from here; other parameters may be easier to fit",
+    Status.STOPPED: f"{GO_ON}, with more max_evaluations=",
+    Status.NO_OPTIMUM: f"{GO_ON}; other parameters may be easier to fit",
     Status.MISSED_MODES: "fit again with more components=",
     Status.DIVERGED: "give the parameter that the verdict names a prior or a constraint, and fit again",
-    Status.IMPROVING: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
-    Status.UNCLEAR: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
-    Status.TOO_SHORT: "fit again with more steps=; vi.fit_density(target, result.family, loader, steps=..) goes on",
 }
 
 
@@ -73,8 +70,7 @@ class DensityFit(Result):
         check_evaluations: points at which the log density was computed after the fit, to see whether it can be
             normalised; not among `evaluations`.
         refused: points at which the log density raised an error of its arithmetic, and counted as zero density.
-        corrected_draws: what `correction` has made.
-        modes: of a mixture those that were seen, the heaviest first, and how many searches ended at each.
+        modes: of a mixture those that were seen, the heaviest first.
     """
 
     family: Family
@@ -88,11 +84,10 @@ class DensityFit(Result):
     verdict_evaluations: int = FRESH
     refused: int = 0
     modes: list[Mode] = field(default_factory=list)
-    corrected_draws: Correction | None = None
 
-    @property
-    def reached(self) -> list[int]:
-        return [mode.reached for mode in self.modes]
+    def __post_init__(self) -> None:
+        #: what `correction` has made, and how many evaluations it was allowed
+        self._corrected: tuple[int, Importance] | None = None
 
     def headlines(self) -> list[str]:
         return [
@@ -104,22 +99,21 @@ class DensityFit(Result):
 
     @property
     def next_step(self) -> str:
-        return NEXT.get(self.status, "vi.fit_density(target, result.family, ..) goes on; look at the verdict first")
+        return NEXT.get(self.status, "fit again with more steps=")
 
-    def correction(self, evaluations: int | None = None) -> Correction:
+    def correction(self, evaluations: int | None = None) -> Importance:
         """Return the fit's one correction towards the posterior: importance-weighted draws, see `correct`.
 
         It is made at the first call and kept. It spends ten times the fit's evaluations, at least 1,000 and at most
         40,000, or as many as you allow: another number makes it anew.
         """
-        check_integer("evaluations", evaluations, 500, optional=True)
-        if self.status is Status.DIVERGED:
-            raise Unavailable(f"no correction: {self.verdict}")
-        allowed = evaluations or min(MOST, max(LEAST, TIMES * self.evaluations))
-        if self.corrected_draws is None or (evaluations and self.corrected_draws.allowed != evaluations):
+        check_integer("evaluations", evaluations, LEAST // 2, optional=True)
+        self._check_proper()
+        if self._corrected is None or (evaluations and self._corrected[0] != evaluations):
+            allowed = evaluations or min(MOST, max(LEAST, TIMES * self.evaluations))
             generator = torch.Generator(self.target.space.device).manual_seed(0)
-            self.corrected_draws = correct(self.family, self.target, allowed, generator)
-        return self.corrected_draws
+            self._corrected = allowed, correct(self.family(), self.target, allowed, generator)
+        return self._corrected[1]
 
     def sample(
         self,
@@ -154,19 +148,19 @@ class DensityFit(Result):
             tensor(True)
         """
         check_integer("n", n)
-        space = self.target.space
-        if corrected == "annealed":
-            if self.status is Status.DIVERGED:
-                raise Unavailable(f"no corrected draws: {self.verdict}")
-            theta = self._annealed(n, generator)
-            return space.constrain(theta[resampled(theta.new_full((len(theta),), 1 / len(theta)), n, generator)])
-        if not isinstance(corrected, bool):
+        if corrected not in (False, True, "annealed"):
             raise ValueError(f'corrected must be True, False or "annealed", got {corrected!r}')
+        constrain = self.target.space.constrain
         if not corrected:
-            return space.constrain(self._of_q(n, generator))
-        weighted = self.correction(evaluations)
-        weighted.refuse("draws")
-        return space.constrain(weighted.theta[resampled(weighted.weights, n, generator)])
+            return constrain(self._of_q(n, generator))
+        if corrected == "annealed":
+            theta = self._annealed(n, generator)
+            weights = theta.new_full((len(theta),), 1 / len(theta))
+        else:
+            weighted = self.correction(evaluations)
+            weighted.refuse("draws")
+            theta, weights = weighted.theta, weighted.weights
+        return constrain(theta[resampled(weights, n, generator)])
 
     def summary(
         self,
@@ -189,32 +183,41 @@ class DensityFit(Result):
         """
         check_seed(seed)
         check_integer("draws", draws, 100)
-        space, k, why = self.target.space, None, ""
+        space, why, weighted = self.target.space, "", None
+        names = space.matching(select)
         if corrected is not False:
             try:
                 weighted = self.correction(evaluations)
+                if corrected:
+                    weighted.refuse("table")
             except (Unavailable, ImportError, NonFiniteError) as reason:
                 if corrected:
                     raise
                 why = f" No k̂: {reason}."
-            else:
-                k, spent = weighted.k, f"{weighted.evaluations:,} evaluations"
-                if corrected:
-                    weighted.refuse("table")
-                if weighted.trusted:
-                    S, effective = len(weighted.theta), weighted.effective
-                    note = f"Of the posterior: {S} weighted draws, {effective:.0f} effective, {spent}. k̂ = {k:.2f}."
-                    table = summarise(weighted.theta, space, select, weighted.weights, k, note)
-                    if names := doubtful(table):
-                        what = f"{', '.join(names[:8])}{', ..' if len(names) > 8 else ''}"
-                        table = replace(
-                            table,
-                            notes=(note, f"Mean, sd and quantiles may be off, too few draws are in the tails: {what}."),
-                        )
-                    return self._noted(table)
-                why = f" k̂ = {k:.2f}, {K_LIMIT} or more: q misses part of the posterior, do not rely on this table."
-        theta = self._of_q(draws, torch.Generator(space.device).manual_seed(seed))
-        return self._noted(summarise(theta, space, select, None, k, f"Of q: {draws} draws.{why}"))
+        if weighted is not None and weighted.trusted:
+            theta, weights = weighted.theta, weighted.weights
+            note = (
+                f"Of the posterior: {len(theta)} weighted draws, {weighted.effective:.0f} effective, "
+                f"{weighted.evaluations:,} evaluations. k̂ = {weighted.k_weights:.2f}."
+            )
+        else:
+            theta, weights = self._of_q(draws, torch.Generator(space.device).manual_seed(seed)), None
+            if weighted is not None:
+                why = (
+                    f" k̂ = {weighted.k_weights:.2f}, {K_LIMIT} or more: q misses part of the posterior, do not rely on "
+                    "this table."
+                )
+            note = f"Of q: {draws} draws.{why}"
+        values = space.constrain(theta)
+        k = None if weighted is None else weighted.k_weights
+        table = Summary({name: values[name] for name in names}, weights, k)
+        notes = [note]
+        if weights is not None and (off := doubtful(table)):
+            few = f"{', '.join(off[:8])}{', ..' if len(off) > 8 else ''}"
+            notes.append(f"Mean, sd and quantiles may be off, too few draws are in the tails: {few}.")
+        if not self.converged:
+            notes.append(f"The fit: {self.verdict}")
+        return replace(table, notes=tuple(notes))
 
     def to_arviz(
         self,
@@ -232,8 +235,9 @@ class DensityFit(Result):
         drawn = self.sample(draws, corrected=corrected, evaluations=evaluations, generator=generator)
         return data_tree({name: drawn[name] for name in names})
 
-    def _noted(self, summary: Summary) -> Summary:
-        return summary if self.converged else replace(summary, notes=(*summary.notes, f"The fit: {self.verdict}"))
+    def _check_proper(self) -> None:
+        if self.status is Status.DIVERGED:
+            raise Unavailable(f"no correction: {self.verdict}")
 
     @torch.no_grad()
     def _of_q(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -243,8 +247,8 @@ class DensityFit(Result):
 
     def _annealed(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Return at least n draws of θ that q was led to the posterior by; warn of what speaks against them."""
-        if generator is None:
-            generator = torch.Generator(self.target.space.device).manual_seed(int(torch.randint(2**62, ())))
+        self._check_proper()
+        generator = generator or torch.Generator(self.target.space.device).manual_seed(int(torch.randint(2**62, ())))
         annealed = Annealing(self.family(), Counted(self.target, checked=True).log_joint, generator).run(n)
         if doubts := annealed.doubts(self.target.space):
             warnings.warn(f"annealed draws: {doubts}", stacklevel=3)
@@ -298,27 +302,23 @@ def judge(
     """Return status and words: from the end of the last search, the ELBO on fresh draws, and the check."""
     if runaway is not None:
         return Status.DIVERGED, runaway.words()
-    if max(found.family().mean.abs().max().item(), fresh.value) > FAR:
+    if max(found.family().mean.abs().max().item(), fresh.value) > HIGH:
         words = "not sound: the ELBO grows without bound: is the log density one that can be normalised?"
         return Status.DIVERGED, words
+    constrain = "give what cannot take every value as positive(..) or its like"
     if not found.converged and _is_on_an_edge(found.family):
-        return Status.DIVERGED, (
-            "not sound: the fit has shrunk onto an edge, beside which the log density is −∞ or no number: give what "
-            "cannot take every value as positive(..) or its like"
-        )
+        words = "not sound: the fit has shrunk onto an edge, beside which the log density is −∞ or no number"
+        return Status.DIVERGED, f"{words}: {constrain}"
     if exhausted:
-        stopped = f"stopped at the limit of evaluations, {evaluations} of them and in the stage '{stage}'"
+        words = f"stopped at the limit of evaluations, {evaluations} of them and in the stage '{stage}'"
         if isinf(fresh.value):
-            return Status.STOPPED, (
-                f"{stopped}, before an ELBO could be estimated: the log density is not finite at some draws; raise "
-                "max_evaluations=, or give what cannot take every value as positive(..) or its like"
-            )
-        return Status.STOPPED, f"{stopped}: ELBO {fresh}; raise max_evaluations="
+            words = f"{words}, before an ELBO could be estimated: the log density is not finite at some draws"
+            return Status.STOPPED, f"{words}; raise max_evaluations=, or {constrain}"
+        return Status.STOPPED, f"{words}: ELBO {fresh}; raise max_evaluations="
     if isinf(fresh.value):
         return Status.DIVERGED, (
-            "not sound: the log density is not finite at some draws of the fitted posterior, which reaches where "
-            "there is none: a prior may be missing, or what cannot take every value is not given as positive(..) or "
-            "its like"
+            "not sound: the log density is not finite at some draws of the fitted posterior: a prior may be missing, "
+            "or what cannot take every value is not given as positive(..) or its like"
         )
     if not found.converged:
         words = f"not converged: the search on {draws} draws ended without an optimum; ELBO {fresh}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..families.family import Family
-from ..families.normal import Diagonal, NormalForm
+from ..families.normal import Diagonal, NormalForm, Triangle
 from ..models.target import Target
 from ..objective import NonFiniteError
 from ..parameters import Parameters
@@ -133,12 +133,22 @@ class Search:
 
     # ---- where a normal begins
 
-    def climb(self, points: Tensor, tolerance: float = CLIMB, iterations: int = STEPS) -> Climbs | None:
-        """Return climbs of log p from points [n, P]; None if no evaluation is left for a first step."""
+    def climb(self, starts: int, iterations: int = STEPS) -> Climbs:
+        """Return climbs of log p from so many starts."""
+        self.stage = "climb"
         view, path = View(self.target, self.space.initial.double(), self.space.scale.double()), []
+        points = torch.stack([self.start(index).initial for index in range(starts)]).double()
         with suppress(Limit):
-            ascend(view, view.z(points.double()), tolerance=tolerance, iterations=iterations, path=path)
-        return Climbs(view, path) if path else None
+            ascend(view, view.z(points), tolerance=CLIMB, iterations=iterations, path=path)
+        if not path or not bool(path[-1][1].max() > -inf):
+            tried = f"{starts} starts;"
+            if self.target.exhausted:
+                tried = "the starts that max_evaluations= left room for; raise it, or"
+            raise NonFiniteError(
+                f"the log density is not finite around any of {tried} give the parameters values at which it is "
+                "finite: Parameters({name: value, ..})"
+            )
+        return Climbs(view, path)
 
     def fit_hill(self, start: Normal, value: float, steps: int) -> tuple[list[Normal], float, bool] | None:
         """Return the best full normal on few draws near a climb's end, its ELBO, and whether it is an optimum.
@@ -154,16 +164,7 @@ class Search:
 
     def first(self, starts: int) -> tuple[list[Normal], bool]:
         """Return the best full normal on few draws, after where it began, and whether it is an optimum."""
-        self.stage = "climb"
-        climbs = self.climb(torch.stack([self.start(index).initial for index in range(starts)]))
-        if climbs is None or not bool((climbs.ends()[1] > -inf).any()):
-            tried = f"{starts} starts;"
-            if self.target.exhausted:
-                tried = "the starts that max_evaluations= left room for; raise it, or"
-            raise NonFiniteError(
-                f"the log density is not finite around any of {tried} give the parameters values at which it is "
-                "finite: Parameters({name: value, ..})"
-            )
+        climbs = self.climb(starts)
         self.stage, best, stages, settled = "start", -inf, [], False
         theta, values = climbs.ends()
         kept: list[int] = []
@@ -223,27 +224,27 @@ class Search:
 
     # ---- a normal of the family's shape
 
-    def gaussian(self, recipe: Family, form: NormalForm, starts: int, draws: int | None) -> Found:
-        """Return the family at the best normal of its shape, on more and more draws."""
+    def gaussian(self, family: Family, starts: int, draws: int | None, goes_on: bool) -> Found:
+        """Return the bound family at the best normal of its shape, from the best hill or from where it is."""
+        form = family.normal()
+        assert form is not None
+        shape = Shape(form)
+        if goes_on:
+            return self.newton(family, shape, [normal_of(form)], draws, True)
         stages, trusted = self.first(starts)
-        shape = Shape(form, self.noise)
         if not trusted and not isinstance(form.root, Diagonal):
             stages += [normal for normal in [self.mean_field(stages)] if not is_far(normal, self.space)]
-        return self.newton(recipe, shape, [*stages[:-1], shape(stages[-1])], draws, trusted)
-
-    def go_on(self, family: Family, form: NormalForm, draws: int | None) -> Found:
-        """Return a bound family at the best normal of its shape, from where it is."""
-        return self.newton(family, Shape(form, self.noise), [normal_of(form)], draws, True)
+        return self.newton(family, shape, [*stages[:-1], shape(stages[-1])], draws, trusted)
 
     def mean_field(self, stages: list[Normal]) -> Normal:
         """Return the best mean field near the stages, for a full normal that fits few draws too well."""
         self.stage = "mean field"
         scale = Diagonal(torch.ones_like(stages[-1].mean))
-        shape, noise = Shape(NormalForm(stages[-1].mean, scale), self.noise), self.draws_of(FEW, seed=-1)
+        shape, noise = Shape(NormalForm(stages[-1].mean, scale)), self.draws_of(FEW, seed=-1)
         at = self.best_stage([shape(stage) for stage in stages], inf, noise, shape)
         return stages[-1] if at is None else ascend_normals(self.target, at, noise, shape, ROUGH, self.record).normal
 
-    def newton(self, recipe: Family, shape: Shape, stages: list[Normal], draws: int | None, trusted: bool) -> Found:
+    def newton(self, family: Family, shape: Shape, stages: list[Normal], draws: int | None, trusted: bool) -> Found:
         """Return the end of Newton's steps on more and more draws, until new draws no longer move it.
 
         Each set of draws begins at the end of the one before. If that end is a wreck on the new draws, the best of the
@@ -278,7 +279,7 @@ class Search:
                 stages.append(ended.normal)
                 elbo, promise = ended.at.elbo, ended.promise
             if not (settled or far or self.target.exhausted):
-                normal, found = self.polished(recipe, shape, stages[-1], S)
+                normal, found = self.polished(family, shape, stages[-1], S)
                 far = is_far(normal, self.space)
                 settled = not far and found.converged
                 if not far:
@@ -287,7 +288,8 @@ class Search:
             if draws or self.target.exhausted or (far and not few) or S >= MAX_DRAWS:
                 break
             S, before = min(MAX_DRAWS, S * (GROWTH if few or left > 0.9 else 2)), S
-        return Found(self.family_at(recipe, stages[-1]), elbo, promise, settled)
+        set_form(family, stages[-1].to_form())
+        return Found(family, elbo, promise, settled)
 
     def best_stage(self, stages: list[Normal], elbo: float, noise: Tensor, shape: Project) -> Local | None:
         """Return the last stage on new draws or, if it has lost much of its ELBO there, the best of all."""
@@ -298,31 +300,17 @@ class Search:
         found = [one for one in (at, *others) if one is not None]
         return max(found, key=lambda one: one.elbo) if found else None
 
-    def polished(self, recipe: Family, shape: Shape, normal: Normal, S: int) -> tuple[Normal, Found]:
+    def polished(self, family: Family, shape: Shape, normal: Normal, S: int) -> tuple[Normal, Found]:
         """Return the end of L-BFGS from a normal, in coordinates in which it is about standard."""
-        root = triangular(normal.root) if shape.whole else normal.precision().diagonal().rsqrt()
+        is_full, form, q = isinstance(shape.root, Triangle), normal.to_form(), copy.deepcopy(family)
+        root = triangular(normal.root) if is_full else normal.precision().diagonal().rsqrt()
         view = View(self.target, normal.mean, root)
-        q = self.made(recipe, view.space)
-        form = normal.to_form()
-        set_form(q, form.standard() if shape.whole else form.affine(-normal.mean / root, 1 / root), self.generator)
+        q.space = view.space
+        set_form(q, form.standard() if is_full else form.affine(-normal.mean / root, 1 / root))
         found = self.maximise(q, view, S, iterations=SLOW)
         form = q.normal()
         assert form is not None
         return normal_of(form.affine(normal.mean.to(form.mean), root.to(form.mean))), found
-
-    def family_at(self, recipe: Family, normal: Normal) -> Family:
-        """Return the recipe bound, at a normal of its shape."""
-        q = self.made(recipe, self.space)
-        set_form(q, normal.to_form(), self.generator)
-        return q
-
-    def made(self, recipe: Family, space: Parameters) -> Family:
-        """Return the recipe bound to a space, or a copy of a bound family over it."""
-        if not recipe.is_bound:
-            return recipe.bind(space, self.generator)
-        q = copy.deepcopy(recipe)
-        q.space = space
-        return q
 
     # ---- any family
 

@@ -9,7 +9,7 @@ resampled, and moved by Hamiltonian Monte Carlo, which leaves π_t unchanged (se
 and Jasra, JRSS B 68:411, 2006). At t = 1 moves go on until populations, each in two halves of its moves, agree.
 """
 
-from math import ceil, inf, log
+from math import ceil, inf, log, pi
 from statistics import fmean
 from typing import NamedTuple
 
@@ -18,32 +18,27 @@ from torch import Tensor
 
 from ..families.family import Density
 from ..parameters import Parameters
+from ..predict.sample import IndependentDraws
 from .importance import LogJoint, Unavailable, check_available
 
 #: populations that know nothing of each other, and draws of each
 POPULATIONS, EACH = 4, 32
 #: width of q₀ relative to q: what q has missed beside it is then in reach
 STRETCH = 4.0
-#: share of a population's draws that stays effective from one t to the next
-EFFECTIVE = 0.5
 #: values of t at most, and steps of a path at most
 TEMPERATURES, LEAPS = 400, 64
 #: moves of the first round at t = 1; each further round is twice as long
 MOVES = 16
 #: evaluations after which no further round begins
 ENOUGH = 100_000
-#: longest path in standard deviations, about half an orbit
-PATH = 3.0
 #: acceptance that steps are led to, and how fast
 RATE, SPEED = 0.8, 0.5
 #: least part of a step that a draw takes by chance
 PART = 0.3
 #: R̂ below which populations agree
 AGREE = 1.05
-#: nats of energy that a broken path has lost
-BROKEN = 10.0
-#: share of such paths from which on there may be necks
-NECKS = 0.02
+#: nats of energy that a broken path has lost, and share of such paths from which on there may be necks
+BROKEN, NECKS = 10.0, 0.02
 
 
 class Annealed(NamedTuple):
@@ -52,20 +47,18 @@ class Annealed(NamedTuple):
     theta: Tensor  # [S, P]
     #: the largest R̂ of log p and of the numbers, between populations and halves of their moves
     r_hat: float
-    #: index of the number that it is of; −1 for log p
+    #: index of the number that it is of; P for log p
     worst: int
     #: share of the paths that lost more than ten nats of energy: they met a neck or a bend
     broken: float
     #: log ∫ p by each population
     log_evidence: tuple[float, ...]
-    temperatures: int
-    evaluations: int
 
     def doubts(self, space: Parameters) -> str:
         """Return what there is to be said against them; "" if nothing."""
         words = []
         if not self.r_hat < AGREE:
-            name = "log p" if self.worst < 0 else space.label(self.worst)
+            name = "log p" if self.worst == space.size else space.label(self.worst)
             words.append(f"populations do not agree, R̂ of {name} is {self.r_hat:.2f} and should be below {AGREE}")
         if self.broken > NECKS:
             words.append(
@@ -90,10 +83,6 @@ class _At(NamedTuple):
     def slope(self, t: float) -> Tensor:
         return (1 - t) * self.slope_q + t * self.slope_p
 
-    def where(self, taken: Tensor, other: "_At") -> "_At":
-        pairs = zip(self, other, strict=True)
-        return _At(*(torch.where(taken if x.ndim == 1 else taken.unsqueeze(-1), x, y) for x, y in pairs))
-
 
 class Annealing:
     """Both densities, and the count of evaluations of p.
@@ -113,42 +102,37 @@ class Annealing:
 
     def run(self, n: int) -> Annealed:
         """Return at least n draws."""
-        draws, evidence, count = self.annealed()
-        moves = max(MOVES, ceil(n / POPULATIONS / EACH))
+        draws, evidence = self.annealed()
+        moves, r_hat = max(MOVES, ceil(n / POPULATIONS / EACH)), torch.full((1,), inf)
         while True:
             kept, self.broken = [], []
             for _ in range(moves):
                 draws = self.moved(draws, 1.0)
-                kept.append((draws.theta, draws.log_p))
-            theta, log_p = (torch.stack(x) for x in zip(*kept, strict=True))
-            values = torch.cat([theta, log_p.unsqueeze(-1)], dim=-1)
-            r_hat = nested_r_hat(values.view(len(values), POPULATIONS, EACH, -1))
-            moves *= 2
+                kept.append(torch.cat([draws.theta, draws.log_p.unsqueeze(-1)], dim=-1))
+            values = torch.stack(kept)  # [moves, S, P + 1]
+            r_hat = nested_r_hat(values.view(moves, POPULATIONS, EACH, -1))
             if float(r_hat.max()) < AGREE or self.evaluations > ENOUGH:
                 break
-        worst, broken = int(r_hat.argmax()), fmean(self.broken)
-        worst, theta = -1 if worst == len(self.mean) else worst, theta.flatten(0, 1)
-        return Annealed(theta, r_hat.max().item(), worst, broken, tuple(evidence.tolist()), count, self.evaluations)
+            moves *= 2
+        theta = values[..., :-1].flatten(0, 1)
+        return Annealed(theta, r_hat.max().item(), int(r_hat.argmax()), fmean(self.broken), tuple(evidence.tolist()))
 
-    def annealed(self) -> tuple[_At, Tensor, int]:
-        """Return draws at t = 1, the log evidence of each population, and how many t's there were."""
-        drawn = self.density.draw(POPULATIONS * EACH, generator=self.generator)
-        chosen = torch.multinomial(drawn.weight.detach(), POPULATIONS * EACH, True, generator=self.generator)
-        theta = drawn.theta.detach()
-        theta = theta if len(theta) == POPULATIONS * EACH else theta[chosen]
+    def annealed(self) -> tuple[_At, Tensor]:
+        """Return draws at t = 1, and the log evidence of each population."""
+        sample = IndependentDraws(self.density, POPULATIONS * EACH, self.generator)
+        theta = torch.cat([one.theta for one in sample]).detach()
         draws = self.at(self.mean + STRETCH * (theta - self.mean))
-        t, evidence, count = 0.0, torch.zeros(POPULATIONS, dtype=torch.float64), 0
-        while t < 1:
-            count += 1
-            if count > TEMPERATURES:
-                raise Unavailable(f"no annealed draws: {TEMPERATURES} steps from q do not reach the posterior")
+        t, evidence = 0.0, torch.zeros(POPULATIONS, dtype=torch.float64)
+        for _ in range(TEMPERATURES):
             ratio = (draws.log_p - draws.log_q).view(POPULATIONS, EACH).double()
             new = next_temperature(ratio, t)
             weight = (new - t) * ratio
             evidence += weight.logsumexp(-1).cpu() - log(EACH)
             index = self.resampled(weight)
             draws, t = self.moved(_At(*(x[index] for x in draws)), new), new
-        return draws, evidence, count
+            if t == 1:
+                return draws, evidence
+        raise Unavailable(f"no annealed draws: {TEMPERATURES} steps from q do not reach the posterior")
 
     def at(self, theta: Tensor) -> _At:
         """Return both densities at θ."""
@@ -173,9 +157,9 @@ class Annealing:
         return (index + EACH * torch.arange(POPULATIONS, device=weights.device).unsqueeze(-1)).flatten()
 
     def moved(self, draws: _At, t: float) -> _At:
-        """Return the ends of leapfrog paths, taken or not, in units of the draws' covariance."""
+        """Return the ends of leapfrog paths of up to half an orbit, taken or not, in units of the draws' covariance."""
         root = _root(draws.theta)
-        number = int(self.random(1).item() * min(LEAPS, ceil(PATH / self.step))) + 1
+        number = int(self.random(1).item() * min(LEAPS, ceil(pi / self.step))) + 1
         like = {"generator": self.generator, "dtype": root.dtype, "device": self.generator.device}
         momentum = torch.randn(draws.theta.shape, **like)
         step = self.step * (PART + (1 - PART) * self.random(len(momentum), 1)).to(root.dtype)
@@ -188,7 +172,9 @@ class Annealing:
         self.broken.append((~(change > -BROKEN)).double().mean().item())
         chance = change.exp().clamp(max=1.0).nan_to_num(nan=0.0)
         self.step *= float(torch.exp(SPEED * (chance.mean() - RATE)))
-        return end.where(self.random(len(chance)).to(chance.dtype) < chance, draws)
+        taken = self.random(len(chance)).to(chance.dtype) < chance
+        pairs = zip(end, draws, strict=True)
+        return _At(*(torch.where(taken if x.ndim == 1 else taken.unsqueeze(-1), x, y) for x, y in pairs))
 
     def random(self, *size: int) -> Tensor:
         """Return uniform numbers."""
@@ -196,26 +182,26 @@ class Annealing:
 
 
 def next_temperature(ratio: Tensor, t: float) -> float:
-    """Return the largest t at which enough draws of every population stay effective, for ratios log p/q₀ [R, n].
+    """Return the largest t at which half of the draws of every population stay effective, for log p/q₀ [R, n].
 
     Example:
         >>> next_temperature(torch.zeros(2, 8), 0.0)
         1.0
     """
-    if not bool((ratio > -inf).any(-1).all()):
+    possible = int((ratio > -inf).sum(-1).min())
+    if not possible:
         raise Unavailable("no annealed draws: the log density is not finite at any draw of a population around q")
 
-    def enough(new: float) -> bool:
+    def is_enough(new: float) -> bool:
         weights = ((new - t) * ratio).softmax(-1)
-        least = (1 / weights.square().sum(-1)).min().item()
-        return least >= EFFECTIVE * min(ratio.shape[-1], int((ratio > -inf).sum(-1).min()))
+        return (1 / weights.square().sum(-1)).min().item() >= possible / 2
 
-    if enough(1.0):
+    if is_enough(1.0):
         return 1.0
     low, high = t, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if enough(middle) else (low, middle)
+        low, high = (middle, high) if is_enough(middle) else (low, middle)
     return high
 
 
@@ -240,8 +226,6 @@ def nested_r_hat(values: Tensor) -> Tensor:
 def _root(theta: Tensor) -> Tensor:
     """Return a root of the draws' covariance, drawn a little towards independence; scales alone for few draws."""
     x = theta - theta.mean(0)
-    if len(x) < 4 * x.shape[1]:
-        return x.std(0).diag()
     covariance = x.mT @ x / len(x)
     root, failed = torch.linalg.cholesky_ex(0.9 * covariance + 0.1 * covariance.diagonal().diag())
-    return x.std(0).diag() if failed.item() else root
+    return theta.std(0).diag() if len(theta) < 4 * theta.shape[1] or failed.item() else root

@@ -1,6 +1,6 @@
 """The table of a fit of a log density: means, standard deviations and quantiles of the parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor, inf, log10
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..parameters import Parameters, Select
 from .importance import K_LIMIT, psis
 
 if TYPE_CHECKING:
@@ -17,17 +16,8 @@ if TYPE_CHECKING:
 
 #: of a longer table the first and the last rows are printed
 LONGEST = 60
-QUANTILES = (0.05, 0.5, 0.95)
 #: standard deviations, of a mean and of an sd, from which on two standard errors are worth a warning
 OFF = 0.1, 0.15
-
-
-def summarise(
-    theta: Tensor, space: Parameters, select: Select, weights: Tensor | None, k: float | None, note: str
-) -> "Summary":
-    """Return the table of draws θ [S, P] with weights: see `DensityFit.summary`."""
-    values = space.constrain(theta)
-    return Summary({name: values[name] for name in space.matching(select)}, weights, k, (note,))
 
 
 class Row(NamedTuple):
@@ -41,31 +31,6 @@ class Row(NamedTuple):
     q95: float
     #: Monte Carlo standard error of the mean
     mcse: float
-
-
-def doubtful(summary: "Summary") -> list[str]:
-    """Return the numbers whose mean or standard deviation importance weights may have wrong.
-
-    A number is doubtful if two standard errors are a tenth of its sd for the mean or 0.15 of it for the sd, or if k̂ of
-    w (x − mean)² is 0.7 or more: then there is mass in its tails that no draw has met.
-    """
-    names, w = [], summary._w
-    for name, draws in summary.draws.items():
-        for label, x in zip(
-            _labels(name, draws.shape[1:]), draws.reshape(len(w), -1).double().cpu().unbind(-1), strict=True
-        ):
-            square = (x - w @ x).square()
-            variance = w @ square
-            if not variance > 1e-24 * (w @ x.square()):  # a constant, such as the corner of a Cholesky factor
-                continue
-            errors = (
-                (w.square() @ square).sqrt(),
-                (w.square() @ (square - variance).square()).sqrt() / (2 * variance.sqrt()),
-            )
-            off = any(2 * error > limit * variance.sqrt() for error, limit in zip(errors, OFF, strict=True))
-            if off or psis(w.log() + square.log())[1] >= K_LIMIT:
-                names.append(label)
-    return names
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,33 +63,28 @@ class Summary:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        counts = {len(x) if isinstance(x, Tensor) and x.ndim else 0 for x in self.draws.values()}
-        if self.weights is not None:
-            counts.add(len(self.weights))
+        counts = {len(x) if x.ndim else 0 for x in [*self.draws.values(), self.weights] if x is not None}
         if len(counts) != 1 or min(counts) < 2:
             raise ValueError(f"Summary expects tensors [S, ..] of the same S ≥ 2 draws, got S of {sorted(counts)}")
 
     @cached_property
     def _w(self) -> Tensor:
         """[S], float64."""
-        if self.weights is not None:
-            return self.weights.double().cpu()
         S = len(next(iter(self.draws.values())))
-        return torch.full((S,), 1 / S, dtype=torch.float64)
+        return torch.full((S,), 1 / S, dtype=torch.float64) if self.weights is None else self.weights.double().cpu()
 
     @cached_property
     def mean(self) -> dict[str, Tensor]:
-        return self._each(lambda x: self._average(x))
+        return self._each(self._average)
 
     @cached_property
     def sd(self) -> dict[str, Tensor]:
-        return self._each(lambda x: self._average((x - self._average(x)).square()).sqrt())
+        return self._each(lambda x: self._average(self._squares(x)).sqrt())
 
     @cached_property
     def mcse(self) -> dict[str, Tensor]:
         """The Monte Carlo standard error of `mean`, (Σ w² (x − mean)²)^½."""
-        square = self._w.square()
-        return self._each(lambda x: torch.tensordot(square, (x - self._average(x)).square(), dims=1).sqrt())
+        return self._each(lambda x: torch.tensordot(self._w.square(), self._squares(x), dims=1).sqrt())
 
     def quantile(self, p: float) -> dict[str, Tensor]:
         """Return the values below which a part p of the weight is."""
@@ -140,14 +100,18 @@ class Summary:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        columns = [self.mean, self.sd, *(self.quantile(p) for p in QUANTILES), self.mcse]
-        return tuple(
-            Row(label, *numbers)
-            for name, draws in self.draws.items()
-            for label, *numbers in zip(
-                _labels(name, draws.shape[1:]), *(c[name].flatten().tolist() for c in columns), strict=True
-            )
-        )
+        columns = [self.mean, self.sd, self.quantile(0.05), self.quantile(0.5), self.quantile(0.95), self.mcse]
+        numbers = ([x for name in self.draws for x in column[name].flatten().tolist()] for column in columns)
+        labels = (label for label, _ in self.numbers())
+        return tuple(Row(*row) for row in zip(labels, *numbers, strict=True))
+
+    def numbers(self) -> Iterator[tuple[str, Tensor]]:
+        """Give each number's label, "a" or "a[0, 1]", and its values at the draws, [S] in float64."""
+        for name, draws in self.draws.items():
+            shape, columns = draws.shape[1:], draws.detach().double().cpu().reshape(len(draws), -1)
+            for column, x in enumerate(columns.unbind(-1)):
+                index = [int(i) for i in torch.unravel_index(torch.tensor(column), shape)] if shape else []
+                yield f"{name}[{', '.join(map(str, index))}]" if index else name, x
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return the table as a pandas frame, one row a number, with its name as the index."""
@@ -155,9 +119,7 @@ class Summary:
             import pandas
         except ImportError:
             raise ImportError("a dataframe needs pandas: pip install pandas") from None
-        frame = pandas.DataFrame(self.rows)
-        columns = {f"q{round(100 * p)}": f"{round(100 * p)}%" for p in QUANTILES}
-        return frame.set_index("name").rename(columns=columns)
+        return pandas.DataFrame(self.rows).set_index("name").rename(columns={"q5": "5%", "q50": "50%", "q95": "95%"})
 
     def __getitem__(self, label: str) -> Row:
         for row in self.rows:
@@ -183,35 +145,47 @@ class Summary:
     def _average(self, x: Tensor) -> Tensor:
         return torch.tensordot(self._w, x, dims=1)
 
+    def _squares(self, x: Tensor) -> Tensor:
+        return (x - self._average(x)).square()
+
+
+def doubtful(summary: Summary) -> list[str]:
+    """Return the numbers whose mean or standard deviation importance weights may have wrong.
+
+    A number is doubtful if two standard errors are a tenth of its sd for the mean or 0.15 of it for the sd, or if k̂ of
+    w (x − mean)² is 0.7 or more: then there is mass in its tails that no draw has met.
+    """
+    names, w = [], summary._w
+    for label, x in summary.numbers():
+        square = (x - w @ x).square()
+        variance = w @ square
+        if not variance > 1e-24 * (w @ x.square()):  # a constant, such as the corner of a Cholesky factor
+            continue
+        of_mean = (w.square() @ square).sqrt() / variance.sqrt()
+        of_sd = (w.square() @ (square - variance).square()).sqrt() / (2 * variance)
+        is_off = 2 * of_mean > OFF[0] or 2 * of_sd > OFF[1]
+        if is_off or psis(w.log() + square.log())[1] >= K_LIMIT:
+            names.append(label)
+    return names
+
 
 def _numbers(row: Row) -> list[str]:
-    """With as many decimals as the spread needs for three digits, so that a row's numbers can be compared."""
+    """Return texts with as many decimals as the spread needs for three digits, so that numbers can be compared."""
     spreads = [x for x in (row.sd, row.q50 - row.q5, row.q95 - row.q50) if x > 1e-12 * abs(row.mean)]
     spread = min(spreads, default=abs(row.mean))  # a constant has an sd of rounding
-    largest = max(abs(x) for x in row[1:])
-    decimals = 2 - floor(log10(spread)) if 0 < spread < inf else 2
-    if not (-4 <= decimals <= 6 and largest < 1e9):
+    decimals = max(0, 2 - floor(log10(spread))) if 0 < spread < inf else 2
+    if decimals > 6 or max(abs(x) for x in row[1:]) >= 1e9:
         return [f"{x:.3g}" for x in row[1:]]
-    decimals = max(0, decimals)
     return [f"{round(x, decimals) + 0.0:.{decimals}f}" for x in row[1:]]  # no −0.00
-
-
-def _labels(name: str, shape: torch.Size) -> list[str]:
-    """ "a", or "a[0, 1]" for each element."""
-    if not shape:
-        return [name]
-    indices = torch.cartesian_prod(*(torch.arange(n) for n in shape)).reshape(-1, len(shape)).tolist()
-    return [f"{name}[{', '.join(map(str, index))}]" for index in indices]
 
 
 def _quantile(x: Tensor, weights: Tensor, p: float) -> Tensor:
     """Return a quantile of weighted values, [S, ..] → [..]: between two of them by their weights' middles."""
-    flat, order = x.reshape(len(x), -1).sort(0)
+    values, order = x.reshape(len(x), -1).sort(0)
     w = weights[order]
     middle = (w.cumsum(0) - 0.5 * w).mT.contiguous()  # [E, S]
-    above = torch.searchsorted(middle, torch.full((len(middle), 1), p, dtype=middle.dtype)).clamp(1, len(x) - 1)
-    below = above - 1
-    low, high = (middle.gather(1, i) for i in (below, above))
+    above = torch.searchsorted(middle, middle.new_full((len(middle), 1), p)).clamp(1, len(x) - 1)
+    low, high = (middle.gather(1, i) for i in (above - 1, above))
     part = ((p - low) / (high - low).clamp_min(torch.finfo(middle.dtype).tiny)).clamp(0, 1)
-    values = flat.mT
-    return torch.lerp(values.gather(1, below), values.gather(1, above), part).reshape(x.shape[1:])
+    below, beyond = (values.mT.gather(1, i) for i in (above - 1, above))
+    return torch.lerp(below, beyond, part).reshape(x.shape[1:])

@@ -1,13 +1,14 @@
 """Targets as searches see them: counted, checked, and in other coordinates."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..models.bayesian_model import rows_of
 from ..models.target import Target
 from .lowrank import LowRankMatrix
 
@@ -44,29 +45,24 @@ class Counted:
             self.exhausted = True
             raise Limit
         self.evaluations += len(theta)
-        try:
-            value = self.target.log_joint(theta) if self._known else checked_log_joint(self.target, theta)
-        except REFUSALS as error:
-            values = list(self._each(theta, error))
-            if not self._known and self.refused >= len(theta):
-                raise
-            value = torch.cat(values)
-        if not self._known:
-            self._known = True
-            self._ask_again(theta.detach()[-4:], value.detach()[-4:])
+        if self._known:
+            return self._or_zero(theta)
+        value = self._or_zero(theta, checked_log_joint)
+        if self.refused == len(theta):
+            self.target.log_joint(theta)  # raises what it has raised everywhere
+        self._known = True
+        self._ask_again(theta.detach()[-4:], value.detach()[-4:])
         return value
 
-    def _each(self, theta: Tensor, error: Exception) -> Iterator[Tensor]:
-        """Yield values of parts of the rows: halves, until a single row raises."""
-        if len(theta) == 1:
+    def _or_zero(self, theta: Tensor, function: Callable[[Target, Tensor], Tensor] | None = None) -> Tensor:
+        """Return log p; where it raises that of halves of the rows, and −∞ of a row that raises alone."""
+        try:
+            return function(self.target, theta) if function else self.target.log_joint(theta)
+        except REFUSALS:
+            if len(theta) > 1:
+                return torch.cat([self._or_zero(half) for half in theta.split((len(theta) + 1) // 2)])
             self.refused += 1
-            yield theta.sum(-1) * 0 - inf
-            return
-        for half in theta.split((len(theta) + 1) // 2):
-            try:
-                yield self.target.log_joint(half)
-            except REFUSALS as own:
-                yield from self._each(half, own)
+            return theta.sum(-1) * 0 - inf
 
     @torch.no_grad()
     def _ask_again(self, theta: Tensor, value: Tensor) -> None:
@@ -74,13 +70,10 @@ class Counted:
         if self.evaluations + len(theta) > self.limit:
             return
         self.evaluations += len(theta)
-        try:
+        with suppress(*REFUSALS):
             again = self.target.log_joint(theta)
-        except REFUSALS:
-            return
-        for one, other in zip(value.tolist(), again.tolist(), strict=True):
-            if abs(one - other) > SAME * (1 + abs(one)):
-                self.random = (one, other)
+            for row in ((value - again).abs() > SAME * (1 + value.abs())).nonzero().flatten().tolist():
+                self.random = (value[row].item(), again[row].item())
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
@@ -125,6 +118,36 @@ def checked_log_joint(target: Target, theta: Tensor) -> Tensor:
     if theta.requires_grad and not value.requires_grad:
         raise TypeError(f"the log density has no gradient: what it returns does not follow θ; {ADVICE}")
     return value
+
+
+class OverBatches:
+    """A log density of all data, the mean over batches of its estimates: `log_joint` reads all of them.
+
+    Estimates of batches count by their rows: with (N/B) Σ in each, the mean over unequal ones is not the whole.
+
+    Example:
+        >>> from structvi import LogDensity, Parameters
+        >>> target = LogDensity(lambda p, x: p["z"] * 3 / len(x) * x.sum(), Parameters({"z": torch.zeros(())}))
+        >>> OverBatches(target, [torch.tensor([1.0, 2.0]), torch.tensor([4.0])]).log_joint(torch.ones(1, 1))
+        tensor([7.])
+    """
+
+    def __init__(self, target: Target, loader: Iterable[Any]):
+        self.target, self.loader, self.space = target, loader, target.space
+
+    def log_joint(self, theta: Tensor, batch: Any = None, **options: Any) -> Tensor:
+        if batch is not None:
+            return self.target.log_joint(theta, batch, **options)
+        return _mean((self.target.log_joint(theta, own, **options), rows_of(own)) for own in self.loader)
+
+
+def _mean(parts: Iterable[tuple[Tensor, int | None]]) -> Tensor:
+    """Return the mean of values, weighted by rows where all are known."""
+    values, rows = zip(*parts, strict=True)
+    if not all(rows):
+        rows = [1] * len(rows)
+    weights = torch.tensor(rows, dtype=values[0].dtype, device=values[0].device) / sum(rows)
+    return torch.tensordot(weights, torch.stack(values), dims=1)
 
 
 class View:

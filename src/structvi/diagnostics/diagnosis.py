@@ -6,34 +6,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..density.importance import K_LIMIT, Importance, Moments, Unavailable
+import torch
+
+from ..density.importance import K_LIMIT, Importance, Unavailable
 from ..families.family import Family
 from ..models.target import Target
-from ..objective import Kind, NonFiniteError
+from ..objective import Estimate, Estimator, NonFiniteError, elbo_terms
 from ..result import Result, Status
 from ..util.checks import check_seed
 from ..util.progress import progress_bar
-from .gradients import gradient_noise
-from .importance_weights import Problem, importance
-from .learned import Learned, learned, spectrum
+from .importance_weights import check_pair, importance
+from .learned import learned
 
 if TYPE_CHECKING:
     from ..posterior import Posterior
 
-#: draws for importance weights: of a network, each a pass over the data; of a log density, five evaluations each
-NETWORK_DRAWS, DRAWS = 100, 2000
-#: groups of two draws for the ELBO, of a network and of a log density
-NETWORK_GROUPS, GROUPS = 16, 64
-#: q's moments are right if the corrected ones differ by less: in standard deviations, and as a share of one
-SHIFT_LIMIT, WIDTH_LIMIT = 0.1, 0.1
-#: share of effective draws from which the tail of their weights matters little below k̂ = 1
-MOST_EFFECTIVE = 0.8
-#: and from which weights that end at a bound, well below k̂ = 0 with tails, outweigh q's own k̂
-NEARLY_ALL, BOUNDED = 0.9, -0.5
-#: k̂ of one set of draws has a standard error of 0.1: between these values it is the mean over five sets
-NEAR_LIMITS, SETS = (0.5, 1.3), 5
-#: with fewer effective draws the corrected mean itself is uncertain by more than `SHIFT_LIMIT`
-FEWEST_EFFECTIVE = 100
+#: draws for importance weights, and groups of two draws for the ELBO: of a network, and of a log density
+DRAWS, GROUPS = (100, 2000), (16, 64)
+#: q's moments are right if corrected ones differ by less, in standard deviations and as a share of one
+LIMIT = 0.1
+#: with fewer effective draws the corrected mean itself is uncertain by more than `LIMIT`
+FEWEST_EFFECTIVE = 1 / LIMIT**2
 
 Level = Literal["good", "note", "bad", "not available"]
 _MARKS: dict[Level, str] = {"good": "✓", "note": "·", "bad": "✗", "not available": "–"}
@@ -57,7 +50,7 @@ class Report:
         findings: in the order in which they were looked at.
         sound: False if something is bad; None if a measurement that decides was not available.
         verdict: the whole in a sentence.
-        parts: name → the object a finding comes from: `Estimate`, `Importance`, `Moments`, `GradientNoise`, ..
+        parts: name → the object a finding comes from: `Estimate`, `Importance`, `Moments`, `Learned`.
     """
 
     findings: list[Finding]
@@ -74,15 +67,18 @@ class Report:
     def __str__(self) -> str:
         names = max(_width(finding.name) for finding in self.findings)
         values = min(36, max(_width(finding.value) for finding in self.findings))
-        indent = " " * (names + values + 6)
         lines = []
         for finding in self.findings:
             cells = [x + " " * (w - _width(x)) for x, w in ((finding.name, names), (finding.value, values))]
             head = f"{_MARKS[finding.level]} {cells[0]}  {cells[1]}  "
-            meaning = textwrap.fill(finding.meaning, 120 - len(indent)).replace("\n", "\n" + indent)
-            too_long = _width(finding.value) > values and meaning
-            lines.append((f"{head.rstrip()}\n{indent}{meaning}" if too_long else head + meaning).rstrip())
-        return "\n".join([*lines, "", self.verdict])
+            indent = " " * (names + values + 6)
+            if _width(finding.value) > values:
+                lines.append(head.rstrip())
+                if not finding.meaning:
+                    continue
+                head = indent
+            lines.append(textwrap.fill(finding.meaning, 120, initial_indent=head, subsequent_indent=indent) or head)
+        return "\n".join([*(line.rstrip() for line in lines), "", self.verdict])
 
     __repr__ = __str__  # a notebook shows what print does
 
@@ -93,17 +89,15 @@ def diagnose(
     *,
     result: Result | None = None,
     draws: int | None = None,
-    gradients: bool = True,
     progress: bool = True,
     seed: int = 0,
 ) -> Report:
     """Look at a fitted posterior from all sides: `print(bayes.diagnose(loader))`, or `diagnose(family, target)`.
 
-    For a log density the report is a judgement of q itself. `sound` is False where k̂ ≥ 0.7, of q's draws or of those
-    with tails (unless nothing is found beside q and k̂ < 1 and 80 % of q's draws are effective, or 90 % are and k̂ with
-    tails is below −0.5), where importance-corrected moments differ from q's by more than 0.1 standard deviations or
-    10 % in any coordinate, where fewer than 100 draws are effective, where the ELBO is not finite, or where the fit
-    says that it missed modes. It takes about 16,000 evaluations, and 24,000 where k̂ is near a limit.
+    For a log density the report is a judgement of q itself, by corrected moments. `sound` is False where they differ
+    from q's by more than 0.1 standard deviations or 10 % in any coordinate, where fewer than 100 draws are effective or
+    k̂ of all draws is 0.7 or more, where the ELBO is not finite, or where the fit says that it missed modes. It takes
+    about 14,000 evaluations.
 
     No Gaussian matches a network's posterior: there the report explains k̂, and `sound` is False if the fit is stuck or
     the ELBO is not finite. It takes about 150 passes over the loader, of one draw each: `draws` of
@@ -114,12 +108,10 @@ def diagnose(
         data: the posterior's loader, or the family's target, such as `LogDensity`.
         result: of `posterior.fit` or `vi.fit_density`; of the posterior's last fit if not given.
         draws: for the importance weights; 100 for a network, each a pass over the data, and 2000 for a log density.
-        gradients: measure the gradient's noise, which takes some hundred evaluations of a minibatch.
         progress: show a bar, in a terminal.
         seed: of all draws.
 
     Example:
-        >>> import torch
         >>> from structvi import LogDensity, MeanField, Parameters
         >>> space = Parameters({"z": torch.zeros(2)})
         >>> target = LogDensity(lambda p: -0.5 * p["z"].square().sum(), space)
@@ -129,41 +121,41 @@ def diagnose(
         False
     """
     check_seed(seed)
-    problem = Problem.of(q, data)
-    posterior = problem.posterior
-    network = posterior is not None
-    if result is None and posterior is not None:
-        result = posterior.last_fit
+    check_pair(q, data)
+    is_network = not isinstance(q, Family)
+    result = q.last_fit if result is None and is_network else result
     findings: list[Finding] = []
     parts: dict[str, Any] = {}
-    with progress_bar(total=4, label="diagnose", unit="part", show=progress) as bar:
-        findings.append(_elbo(problem, seed, parts))
+    with progress_bar(total=3, label="diagnose", unit="part", show=progress) as bar:
+        findings.append(_elbo(q, data, seed, parts))
         bar.update()
-        count = (NETWORK_DRAWS if network else DRAWS) if draws is None else draws
-        findings += _weights(q, data, problem, count, seed, parts)
+        findings += _weights(q, data, draws or DRAWS[0 if is_network else 1], seed + 1, parts)
         bar.update()
         if result is not None:
-            findings += _fit(result)
-        if posterior is not None and problem.batches is not None:
-            parts["learned"] = learned(posterior, problem.batches.loader, seed=seed + 3)
-            findings.append(_learned(parts["learned"]))
-        form = problem.family.normal()
-        if form is not None and form.rank:
-            own = parts["spectrum"] = spectrum(problem.family)
-            value = ", ".join(f"{x:.3g}" for x in own.eigenvalues[:3].tolist()) or "none"
-            findings.append(Finding("low-rank part", value, "good" if own.matter else "note", own.verdict))
+            level = "good" if result.converged else "bad" if result.status is Status.MISSED_MODES else "note"
+            findings.append(Finding("fit", result.verdict, level, "; ".join(result.notes)))
+        if is_network:
+            assert not isinstance(data, Target)
+            findings.append(_learned(q, data, seed + 3, parts))
         bar.update()
-        if gradients and any(parameter.requires_grad for parameter in problem.family.parameters()):
-            findings.append(_gradients(q, data, problem, seed, parts))
-    sound, verdict = _verdict(findings, result, network)
+    sound, verdict = _verdict(findings, result, is_network)
     return Report(findings, sound, verdict, parts)
 
 
-def _elbo(problem: Problem, seed: int, parts: dict[str, Any]) -> Finding:
+def _elbo(q: "Posterior | Family", data: Any, seed: int, parts: dict[str, Any]) -> Finding:
     try:
-        estimate = parts["elbo"] = problem.elbo(NETWORK_GROUPS if problem.posterior is not None else GROUPS, seed)
+        if isinstance(q, Family):
+            density = q()
+            estimator = Estimator("log_q" if density.offers("log_prob") else "entropy", GROUPS[1])
+            generator = torch.Generator(density.mean.device).manual_seed(seed)
+            with torch.no_grad():
+                terms = elbo_terms(q, data, None, estimator, generator)
+            estimate = Estimate.of(terms.objective(), density.bound)
+        else:
+            estimate = q.elbo(data, groups=GROUPS[0], generator=torch.Generator(q.device).manual_seed(seed))
     except NonFiniteError as reason:
         return Finding("ELBO", "not finite", "bad", str(reason))
+    parts["elbo"] = estimate
     if estimate.bound:
         text = "a lower bound of the log evidence, where prior and likelihood are normalised"
         return Finding("ELBO", str(estimate), "good", text)
@@ -171,120 +163,73 @@ def _elbo(problem: Problem, seed: int, parts: dict[str, Any]) -> Finding:
     return Finding("ELBO", str(estimate), "note", text)
 
 
-def _weights(q: Any, data: Any, problem: Problem, draws: int, seed: int, parts: dict[str, Any]) -> list[Finding]:
+def _weights(q: "Posterior | Family", data: Any, draws: int, seed: int, parts: dict[str, Any]) -> list[Finding]:
     """Return k̂ and, if it allows them, the corrected moments."""
-    network = problem.posterior is not None
     try:
-        weighted = importance(q, data, draws, seed=seed + 1)
+        weighted = parts["importance"] = importance(q, data, draws, seed=seed)
     except (Unavailable, ImportError) as reason:
         return [Finding("k̂", "not available", "not available", str(reason))]
     except NonFiniteError as reason:
         return [Finding("k̂", "not finite", "bad", str(reason))]
-    parts["importance"], k = weighted, weighted.k
-    if not network and NEAR_LIMITS[0] <= k < NEAR_LIMITS[1]:
-        sets = range(1, SETS)
-        more = [importance(q, data, draws, tails=False, seed=seed + 1 + 1000 * index).k for index in sets]
-        k = sum([k, *more]) / SETS
-    found = [_k(weighted, k, problem.space.size, network)]
-    if not network or weighted.k < K_LIMIT:
-        parts["moments"] = weighted.moments()
-        found += _moments(weighted, parts["moments"])
-    return found
+    value, level = f"{weighted.k:.2f} of {draws} draws", "good"
+    text = "importance weights can be trusted: q covers the posterior, as far as its draws can see"
+    if not isinstance(q, Family) and not weighted.trusted:
+        text = (
+            f"q is not the posterior itself, as is to be expected of {weighted.space.size} weights: no importance "
+            "weighting can correct it, and there are no corrected moments. It does not say that predictions are bad, "
+            "nor that another family would predict better: judge predictions by held-out likelihood and coverage "
+            "(evaluate), families by their ELBO"
+        )
+        return [Finding("k̂", value, "note", text)]
+    if not weighted.trusted:
+        text = "q misses part of the posterior: neither its moments nor corrected ones can be trusted"
+        level, text = "bad", f"{text}, k̂ with tails is {weighted.k_weights:.2f}"
+    elif weighted.k >= K_LIMIT:
+        level, text = "note", "draws of q miss part of the posterior; corrected moments can be trusted"
+    return [Finding("k̂", value, level, text), *_moments(weighted, parts)]
 
 
-def _k(weighted: Importance, own: float, P: int, network: bool) -> Finding:
-    k, S = max(own, weighted.k_weights if weighted.tails else own), len(weighted.log_weights)
-    value = f"{k:.2f} of {S} draws"
-    if k < K_LIMIT:
-        text = "importance weights can be trusted: q covers the posterior, as far as its draws can see"
-        return Finding("k̂", value, "good", text)
-    bounded = bool(weighted.tails) and weighted.k_weights < BOUNDED and weighted.efficiency > NEARLY_ALL
-    if not weighted.beside and (bounded or (k < 1.0 and weighted.efficiency > MOST_EFFECTIVE)):
-        text = f"{100 * weighted.efficiency:.0f} % of the draws are effective: the tail of the weights matters little"
-        return Finding("k̂", value, "good", text)
-    if not network:
-        corrected = "but corrected ones can" if weighted.k_weights < K_LIMIT else "nor can corrected ones"
-        return Finding("k̂", value, "bad", f"q misses part of the posterior: its moments cannot be trusted, {corrected}")
-    text = (
-        f"q is not the posterior itself, as is to be expected of {P} weights: no importance weighting can correct it, "
-        "and there are no corrected moments. It does not say that predictions are bad, nor that another family would "
-        "predict better: judge predictions by held-out likelihood and coverage (evaluate), families by their ELBO"
-    )
-    return Finding("k̂", value, "note", text)
-
-
-def _moments(weighted: Importance, moments: Moments) -> list[Finding]:
-    effective, space = weighted.effective, weighted.space
-    few = effective < FEWEST_EFFECTIVE
-    worst_shift, shift_at = moments.shift.abs().max(0)
-    worst_width, width_at = (moments.width - 1).abs().max(0)
-    ratio = moments.width[width_at].item()
-    error = (moments.standard_error / moments.sd)[shift_at].item()
-    off = not worst_shift.item() <= SHIFT_LIMIT  # nan, where one draw has all weight, is off too
-    wide = not worst_width.item() <= WIDTH_LIMIT
+def _moments(weighted: Importance, parts: dict[str, Any]) -> list[Finding]:
+    moments = parts["moments"] = weighted.moments()
+    effective, label = weighted.effective, weighted.space.label
+    is_few = effective < FEWEST_EFFECTIVE
+    shift, shift_at = moments.shift.abs().max(0)
+    wide, width_at = (moments.width - 1).abs().max(0)
+    ratio, error = moments.width[width_at].item(), (moments.standard_error / moments.sd)[shift_at].item()
+    is_off, is_wide = not shift.item() <= LIMIT, not wide.item() <= LIMIT  # nan, where one draw has all weight, too
+    few = "too few for corrected moments: take more draws, or a family nearer to the posterior"
+    off = "q's mean is not the posterior's: use corrected moments, importance(..).moments()"
+    width = f"q is too {'narrow' if ratio < 1 else 'wide'}: use corrected moments, or a richer family"
     return [
-        Finding(
-            "effective draws",
-            f"{effective:.0f} of {len(weighted.weights)}",
-            "bad" if few else "good",
-            "too few for corrected moments: take more draws, or a family nearer to the posterior" if few else "",
-        ),
-        Finding(
-            "mean",
-            f"{worst_shift.item():.2f} ± {error:.2f} sd off at {space.label(int(shift_at))}",
-            "bad" if off else "good",
-            "q's mean is not the posterior's: use corrected moments, importance(..).moments()" if off else "",
-        ),
-        Finding(
-            "standard deviation",
-            f"{ratio:.2f} of corrected at {space.label(int(width_at))}",
-            "bad" if wide else "good",
-            f"q is too {'narrow' if ratio < 1 else 'wide'}: use corrected moments, or a richer family" if wide else "",
-        ),
+        _judged("effective draws", f"{effective:.0f} of {len(weighted.weights)}", is_few, few),
+        _judged("mean", f"{shift.item():.2f} ± {error:.2f} sd off at {label(int(shift_at))}", is_off, off),
+        _judged("standard deviation", f"{ratio:.2f} of corrected at {label(int(width_at))}", is_wide, width),
     ]
 
 
-def _fit(result: Result) -> list[Finding]:
-    level = "good" if result.converged else "bad" if result.status is Status.MISSED_MODES else "note"
-    findings = [Finding("fit", result.verdict, level, "; ".join(result.notes))]
-    if result.reached:
-        counts = ", ".join(str(count) for count in result.reached)
-        lonely = min(result.reached) == 1
-        text = "one was reached by a single search: there may be more" if lonely else ""
-        value = f"{len(result.reached)} seen; searches that ended at each: {counts}"
-        findings.append(Finding("modes", value, "note" if lonely else "good", text))
-    return findings
+def _judged(name: str, value: str, is_bad: bool, meaning: str) -> Finding:
+    return Finding(name, value, "bad", meaning) if is_bad else Finding(name, value, "good")
 
 
-def _learned(own: Learned) -> Finding:
+def _learned(q: "Posterior", loader: Iterable[Any], seed: int, parts: dict[str, Any]) -> Finding:
+    own = parts["learned"] = learned(q, loader, seed=seed)
     said = [] if own.explained is None else [f"{100 * own.explained:.0f} % of variance explained"]
     said += [] if own.noise is None else [f"noise {own.noise:.2f} sd"]
-    text = ""
-    if own.stuck:
-        text = f"stuck, or there is nothing to learn: {own.stuck}; start again, from another seed or a trained network"
-    return Finding("stuck", ", ".join(said) or "not known", "bad" if own.stuck else "good", text)
+    why = f"stuck, or there is nothing to learn: {own.stuck}; start again, from another seed or a trained network"
+    return _judged("stuck", ", ".join(said) or "not known", own.stuck is not None, why)
 
 
-def _gradients(q: Any, data: Any, problem: Problem, seed: int, parts: dict[str, Any]) -> Finding:
-    density = problem.family()
-    estimator: Kind = "path" if density.offers("log_prob") or not density.has_density else "entropy"
-    noise = parts["gradients"] = gradient_noise(q, data, repeats=16, estimator=estimator, seed=seed + 2)
-    value = ", ".join(f"{group} {ratio.snr:.2g}" for group, ratio in noise.groups["paired"].items())
-    level: Level = "note" if noise.noisy or noise.better else "good"
-    return Finding("gradient signal/noise", value, level, "; ".join(noise.advice))
-
-
-def _verdict(findings: list[Finding], result: Result | None, network: bool) -> tuple[bool | None, str]:
+def _verdict(findings: list[Finding], result: Result | None, is_network: bool) -> tuple[bool | None, str]:
     bad = [finding for finding in findings if finding.level == "bad"]
     if bad:
         return False, f"unsound: {'; '.join(f'{f.name} {f.value}' for f in bad)}"
-    missing = next((f for f in findings if f.name == "k̂" and f.level == "not available"), None)
-    if missing is not None and not network:
-        return None, f"no verdict: k̂ is not available, for {missing.meaning}"
-    if network and result is not None and not result.converged:
+    if is_network and result is not None and not result.converged:
         return None, f"no verdict: the fit had not converged ({result.verdict}); call fit again, then diagnose"
-    if network:
+    if is_network:
         return True, "nothing wrong was found with the fit; whether it predicts well, evaluate on held-out data"
+    for finding in findings:
+        if finding.level == "not available":
+            return None, f"no verdict: {finding.name} is not available, for {finding.meaning}"
     return True, "sound: q's means are within 0.1 sd and its standard deviations within 10 % of the corrected ones"
 
 

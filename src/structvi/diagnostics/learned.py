@@ -1,4 +1,4 @@
-"""The share of the targets that predictions explain, and the directions of a low-rank part that matter."""
+"""The share of the targets that predictions explain."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from ..families.family import Family
-from ..families.normal import LowRank
 from ..models.likelihoods import Gaussian
 from ..predict.predict import predictive_at
 from ..predict.predictive import observed_target
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 NOTHING_EXPLAINED, ALL_NOISE = 0.01, 0.95
 #: draws of the predictive mean
 DRAWS = 16
-#: nats of entropy from which a direction of a low-rank part matters: one standard deviation in twenty
-MATTERS = 0.05
 
 
 @dataclass(frozen=True)
@@ -106,62 +102,3 @@ def _moments(sums: list[Tensor]) -> tuple[Tensor, Tensor]:
     count, total, square = torch.stack(sums).sum(0)
     mean = total / count
     return mean, (square / count - mean.square()).clamp(min=0.0)
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """Eigenvalues of the low-rank part relative to the diagonal, largest first.
-
-    In the covariance form Σ = D(I + Σₖ λₖvₖvₖᵀ)D with D = diag(s): along vₖ the variance is 1 + λₖ times the
-    diagonal's. In the precision form the same holds for the precision.
-
-    Attributes:
-        eigenvalues: λ, [K], float64.
-        of: "variance" or "precision".
-    """
-
-    eigenvalues: Tensor
-    of: str
-
-    @property
-    def matter(self) -> int:
-        """The number of directions that change the entropy, by ½ log(1 + λ), more than 0.05 nats."""
-        return int((0.5 * self.eigenvalues.log1p() > MATTERS).sum())
-
-    @property
-    def verdict(self) -> str:
-        """The number of directions that matter, in words."""
-        K = len(self.eigenvalues)
-        if not K:
-            return "rank 0: there is no low-rank part"
-        if self.matter == 0:
-            return f"none of {K} directions matters: as good as mean field; was the factor fitted?"
-        if self.matter == K:
-            return f"all {K} directions matter: a higher rank may pay"
-        return f"{self.matter} of {K} directions matter: a rank of {self.matter} would do"
-
-    def __str__(self) -> str:
-        values = ", ".join(f"{value:.3g}" for value in self.eigenvalues.tolist())
-        return f"{self.of} added along each direction, relative to the diagonal's: {values}\n{self.verdict}"
-
-
-@torch.no_grad()
-def spectrum(q: "Posterior | Family") -> Spectrum:
-    """Return the K eigenvalues of FFᵀ, for Σ = D(I + FFᵀ)D, or Λ = D⁻¹(I + FFᵀ)D⁻¹, by the K×K matrix FᵀF.
-
-    Example:
-        >>> from structvi import LowRankNormal, Parameters
-        >>> q = LowRankNormal(rank=2, initial_factor=0.0).bind(Parameters({"z": torch.zeros(4)}))
-        >>> spectrum(q).verdict
-        'none of 2 directions matters: as good as mean field; was the factor fitted?'
-    """
-    family = q if isinstance(q, Family) else q.family
-    form = family.normal()
-    if form is None or not isinstance(form.root, LowRank):
-        raise TypeError(
-            f"the spectrum is that of a low-rank part; {type(family).__name__} has none: give a LowRankNormal or "
-            "LowRankPrecision, of a mixture or of blocks one of the parts"
-        )
-    factor = form.root.factor.double()
-    values = torch.linalg.eigvalsh(factor.mT @ factor).flip(-1).clamp(min=0.0)
-    return Spectrum(values.cpu(), "precision" if form.root.of_precision else "variance")
