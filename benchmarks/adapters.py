@@ -241,7 +241,8 @@ def fitted(
     net = task.fine_tuned() if warm else classifier(task.layers, 100 * task.seed)
     bayes = vi.variationalize(net, vi.likelihoods.Categorical(), family)
     loader = task.loader("train", shuffle=True)
-    bayes.fit(loader, epochs=task.epochs, lr=RATE, seed=task.seed, progress=False, **options)
+    share = vi.Estimator(share_rows=True)  # one pass of the network for the two draws of a step
+    bayes.fit(loader, epochs=task.epochs, lr=RATE, estimator=share, seed=task.seed, progress=False, **options)
     if tempered:
         bayes.calibrate(task.loader("validation"), draws=DRAWS)
     return predictive(bayes, draws=DRAWS)
