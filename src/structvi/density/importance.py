@@ -210,7 +210,7 @@ def correct(
     check_available(density)
     psislw_of_arviz()  # before the search, not after
     own, searched = normals_of(density), Counted(target, SEARCHING * evaluations, checked=True)
-    seed = generator.initial_seed() % 2**31  # without a draw: those of q are the same as without a search
+    seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
     beside = mass_beside(density, own, searched, seed)
     around = (beside or own) if density.P <= MOST or beside else []
     spent = searched.evaluations

@@ -111,7 +111,7 @@ class DensityFit(Result):
         self._check_proper()
         if self._corrected is None or (evaluations and self._corrected[0] != evaluations):
             allowed = evaluations or min(MOST, max(LEAST, TIMES * self.evaluations))
-            generator = torch.Generator(self.target.space.device).manual_seed(0)
+            generator = torch.Generator(self.target.space.device).manual_seed(1)
             self._corrected = allowed, correct(self.family(), self.target, allowed, generator)
         return self._corrected[1]
 
