@@ -1,8 +1,9 @@
 """Parameters that cannot take every value: positive, in an interval, on a simplex, ordered, a correlation.
 
 Each has a smooth bijection y = f(x) from free numbers x, which a family sees. `LogDensity` adds log |det ∂y/∂x| to the
-log density of y. Where `torch.distributions.biject_to` has a bijection, it is the same one. It is computed in
-logarithms: far from zero torch's are clipped or infinite, and these are finite.
+log density of y. It is the bijection of
+`torch.distributions.biject_to`, if that has one. It is computed in logarithms: far from zero torch's are clipped or
+infinite, and these are finite.
 """
 
 from abc import ABC, abstractmethod

@@ -63,7 +63,7 @@ def fit_density(
     normalised, the status is `DIVERGED`, and the verdict names the numbers that need a prior.
 
     With a `loader` the log density is seen in minibatches, `fn(parameters, batch)` an unbiased estimate of the whole:
-    log prior + (N/B) Σ log likelihood, B the rows of the batch. That is a fit by Adam, with a number of steps
+    log prior + (N/B) Σ log likelihood, B the rows of the batch. Adam fits it, with a number of steps
     (`adam.py`).
 
     Give the parameters in float64. Constrained ones are given as `positive`, `interval`, `simplex`, `ordered` or

@@ -40,8 +40,8 @@ class FullNormalDensity(Gaussian):
 class FullNormal(ScaledFamily):
     """All covariances, N(μ, LLᵀ): P(P + 3)/2 variational parameters, for P up to a few thousand.
 
-    The diagonal of L is learned as logarithms, and the rows below it relative to the initial scale. So a step of the
-    optimizer means the same relative change in every weight.
+    The diagonal of L is learned as logarithms, and the rows below it relative to the initial scale. A step of the
+    optimizer then means the same relative change in every weight.
 
     Args:
         initial_mean: means start at the network's "current" values, at a "fresh" draw of its initialisation or at

@@ -27,7 +27,7 @@ class Gaussian(Density):
     """N(mean, Σ). A shape of covariance is a `location` and three methods: the rest follows.
 
     `transform` maps noise to deviations from the mean, `precision_product` is Λ x and `half_log_det` ½ log det Σ.
-    What else follows from dense matrices [P, P]; a shape that knows better overrides it.
+    All else follows from dense matrices [P, P]; a shape with a shorter way overrides it.
     """
 
     #: [P]

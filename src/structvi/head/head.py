@@ -87,8 +87,8 @@ def fit_head(
     The width w has the highest ELBO, and so has a noise of `Gaussian("point")`.
 
     With a validation set the candidates are a grid of prior widths and the network itself, each with its own
-    temperature. The widest candidate that is as good as the best is selected. Of labels whose prior you left open, the
-    mean then stays at the trained weights. `predict(x).ood_score` is known too.
+    temperature. The widest candidate that is as good as the best is selected. If you left the prior
+    of labels open, then the mean stays at the trained weights. `predict(x).ood_score` is known too.
 
     Args:
         posterior: over one linear layer or convolution, as `variationalize_head` makes it.

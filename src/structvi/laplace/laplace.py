@@ -32,8 +32,8 @@ ELBO_BATCHES, ELBO_GROUPS = 4, 2
 class LaplaceResult(Result):
     """A posterior placed around a trained network, and what the validation set says of it.
 
-    Log densities are in nats for each observed number of the validation set. That of a candidate with a temperature
-    or a noise is cross-fitted: each row at the value that the rows of other folds ask for.
+    Log densities are in nats for each observed number of the validation set. The density of a
+    candidate with a temperature or a noise is cross-fitted: each row takes the value that other folds ask for.
 
     Attributes:
         selected: the candidate that was selected; without a validation set the default.
@@ -95,8 +95,8 @@ def laplace(
 ) -> LaplaceResult:
     """Place the posterior around the trained network, and return what the validation set selected.
 
-    The mean is at the trained weights, and the precision is the data's curvature there plus the prior's. What you left
-    open in `variationalize` is chosen: the prior's width, whether the network is linearised, and the family.
+    The mean is at the trained weights, and the precision is the data's curvature there plus the prior's. It chooses
+    what you left open in `variationalize`: the prior's width, whether the network is linearised, and the family.
 
     With a validation set the candidates are priors of several widths and the network itself, each with its own
     temperature, or noise. The widest candidate is selected that is not worse than the best, nor than the network with
@@ -107,7 +107,7 @@ def laplace(
     `predict(x, variance="exact")` has the exact ones.
 
     Without a validation set the prior is yours, or of a default width, and the network is linearised if it can be.
-    That is also the warm start of a fit: `bayes.laplace(loader)`, then `bayes.fit(loader, epochs=20)`.
+    It is the warm start of a fit, too: `bayes.laplace(loader)`, then `bayes.fit(loader, epochs=20)`.
 
     Args:
         posterior: of a trained network.
@@ -139,8 +139,8 @@ def place_together(
 ) -> tuple[list[LaplaceResult], Selection | None]:
     """Place a posterior around each network, all of one width: the one that suits their equal mixture.
 
-    What suits each network by itself is too wide for the mixture, whose members differ already. A temperature is the
-    mixture's: the caller puts `selection.calibration` on top.
+    The best width of each network alone is too wide for the mixture, whose members differ already. The mixture has
+    one temperature: the caller puts `selection.calibration` on top.
     """
     check_seed(seed)
     if not torch.is_grad_enabled():

@@ -173,7 +173,7 @@ def restored_on_error(posterior: "Posterior") -> Iterator[None]:
 def trained_values(posterior: "Posterior") -> Tensor:
     """Return θ [P]: the network's present weights, or those at which the user asked to linearise it.
 
-    What is not the network's, such as an unknown noise, is at its start.
+    Other tensors, such as an unknown noise, are at their start.
     """
     model = posterior.model
     named = model.space.unravel(model.space.initial.clone())

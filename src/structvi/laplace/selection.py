@@ -391,8 +391,8 @@ def _of_learned(
 def least_variance(alone: float, found: float) -> float:
     """Return the least variance v of logits at which predictions are no surer than the network with its temperature.
 
-    Predictions are softmax(y/(T√(1 + πv/8))), those of the network softmax(y/T₀): v ≥ 8((T₀/T)² − 1)/π. Where inputs
-    are unlike the data, a learned variance can be too small, and then the temperature of the network is the better one.
+    Predictions are softmax(y/(T√(1 + πv/8))), those of the network softmax(y/T₀): v ≥ 8((T₀/T)² − 1)/π. If inputs
+    are unlike the data, a learned variance can be too small. The temperature of the network is then the better one.
 
     Args:
         alone: log T₀ of the network.

@@ -200,8 +200,8 @@ class BayesianModel(nn.Module):
     ) -> tuple[Tensor, int]:
         """Σ_batch log p(t | y_θ(x)), not scaled to the whole data set, [S, P] → [S]; and B.
 
-        Of every `share` draws each sees its own rows of the batch, and its sum is `share` times theirs: the mean over
-        the draws has every row once, and they cost one pass of the network together.
+        If `share` is above one, each draw sees its own rows of the batch, and its sum is `share` times theirs. The
+        mean over `share` draws has every row once, and they cost one pass of the network together.
         """
         whole, B = self.on(batch), 0
 

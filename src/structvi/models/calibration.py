@@ -69,8 +69,8 @@ class Conformal:
 
     Args:
         form: "label": one label a case, "number": one number or several a case, "mask": several labels a case.
-        values: sorted, float64. Of labels and numbers the score of every case, [n]; of masks the average loss of the
-            cases at each of `THRESHOLDS`.
+        values: sorted, float64. The score of every case, [n], for labels and numbers. For masks the average loss of
+            the cases at each of `THRESHOLDS`.
         cases: n.
     """
 

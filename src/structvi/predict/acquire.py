@@ -1,8 +1,8 @@
 """`acquire`: which inputs of a pool to label next, by what their labels would tell of the weights.
 
 A batch is chosen greedily: each input takes most from the sum over the pool of tr K_ii, with
-K_ij = Hᵢ^½ Cov(yᵢ, yⱼ) Hⱼ^½ and Hᵢ the Fisher information of input i's label on its outputs. What a label tells of the
-weights alone prefers outliers. The covariances are those of draws of the weights.
+K_ij = Hᵢ^½ Cov(yᵢ, yⱼ) Hⱼ^½ and Hᵢ the Fisher information of input i's label on its outputs. Information on the
+weights alone would prefer outliers. The covariances are those of draws of the weights.
 """
 
 from collections.abc import Iterator

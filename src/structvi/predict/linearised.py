@@ -1,8 +1,8 @@
 """The linearised network in function space: y(x) is normal, N(f(x; θ₀) + J(μ − θ₀), J Σ Jᵀ), without draws of weights.
 
-Of a mixture of normals over the weights it is the mixture of these. With Gaussian noise that does not depend on y, p(t)
-is in closed form too. Elsewhere y is drawn at evenly spread points, the same at every input. How inputs go together
-this does not tell. It is for few outputs: an input takes a backward pass for each of them.
+A mixture of normals over the weights gives the mixture of these. With Gaussian noise that does not depend on y, p(t)
+is in closed form too. Elsewhere y is drawn at evenly spread points, the same at every input. Joint predictions of
+several inputs need draws of the weights. It is for few outputs: an input takes a backward pass for each of them.
 """
 
 import warnings

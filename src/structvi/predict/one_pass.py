@@ -114,7 +114,7 @@ def _is_copied_whole(posterior: "Posterior", theta: Tensor, inputs: Any) -> bool
     expected = output_at(posterior, there, inputs)
     try:
         return torch.equal(NetworkAt(posterior, there)(inputs), expected)
-    except Exception:  # whatever a network raises that cannot be copied
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError):  # a network that cannot be copied
         return False
 
 
@@ -186,7 +186,7 @@ def ood_scores(posterior: "Posterior", inputs: Any) -> tuple[Tensor, Tensor]:
 def variance_of_draws(posterior: "Posterior", deviations: Tensor) -> Tensor:
     """Return variances in the shape of outputs from draws around a known mean, [S, B, ..]; of classes one, [B, 1, ..].
 
-    That of classes is the mean over pairs of half the variance of their difference.
+    For classes it is the mean over pairs of half the variance of their difference.
     """
     if not _is_classes(posterior):
         return deviations.square().mean(0)

@@ -140,7 +140,7 @@ def _sources(
 
 
 class _Kept(NamedTuple):
-    """What predicted last, for these arguments and inputs of this form, while the posterior had these values."""
+    """The last predictor, for these arguments and inputs of this form, while the posterior had these values."""
 
     key: Any
     values: list[Tensor]

@@ -41,7 +41,7 @@ class Predictive:
     Args:
         outputs: [S, B, ..], or a tuple or dict of such.
         weights: [S], they sum to one.
-        likelihood: p(t | y). Of a plain function, instead of a `Likelihood`, only `log_prob` is known.
+        likelihood: p(t | y). A plain function has `log_prob` alone.
         values: the likelihood's random tensors at the draws, [S, *shape] each.
         note: how the number of draws came about, and how the predictive is calibrated.
         by_input: whether outputs are known at each input by itself only, as for a linearised network.
@@ -295,7 +295,7 @@ class Predictive:
     def quantile(self, p: float | Sequence[float]) -> Tensor:
         """Return the smallest t with P(T ≤ t) ≥ p: [B, ..] for one p, [Q, B, ..] for several.
 
-        Of continuous t by bisection in float64, to 1e-9 of the standard deviation.
+        Continuous t are found by bisection in float64, to 1e-9 of the standard deviation.
         """
         if not isinstance(p, int | float):
             return torch.stack([self.quantile(float(q)) for q in p])
@@ -324,8 +324,8 @@ class Predictive:
     def conformal(self, level: float) -> Any:
         """Return what holds t with probability ≥ level, for cases like those that `calibrate(conformal=)` saw.
 
-        Of labels the set, True for those in it: [B, C]. Of numbers the two ends of an interval, [B, ..] each. Of masks
-        where a label is kept, [B, C, ..], or [B, ..] for Bernoulli: the expected share that is missed is ≤ 1 − level.
+        Labels have a set, True for those in it: [B, C]. Numbers have the two ends of an interval, [B, ..] each. Masks
+        have the kept labels, [B, C, ..], or [B, ..] for Bernoulli: the expected share that is missed is ≤ 1 − level.
         """
         found = None if self.calibration is None else self.calibration.conformal
         if found is None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class IndependentDraws:
     """S independent draws of q with equal weights, made again from their seeds as often as asked, chunk by chunk.
 
-    Of a density whose groups hold several draws (the parts of a mixture, masks) one of each group is taken, with the
+    If a group holds several draws (the parts of a mixture, masks), then one of each group is taken, with the
     probability of its weight.
 
     Example:
@@ -101,7 +101,7 @@ def sample_network(posterior: "Posterior", generator: torch.Generator | None = N
 def mean_network(posterior: "Posterior") -> nn.Module:
     """Return a copy of the network at the posterior mean of its weights; for masked weights that is θ̂ times keep.
 
-    Of a linearised posterior it is the network at that mean, not the linear function.
+    If the posterior is linearised, it is still the network at that mean, not the linear function.
     """
     with torch.no_grad():
         return _network_at(posterior, posterior.family().mean)

@@ -32,7 +32,7 @@ class NotApplicable(Exception):
 
 
 class Case(NamedTuple):
-    """What is held to the laws, on which device, in which precision."""
+    """Device and precision of the families that are held to the laws."""
 
     make: Make
     seed: int

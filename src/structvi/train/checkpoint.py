@@ -135,7 +135,7 @@ def _check_same(fit: "Fit", saved: dict[str, Any], learned: dict[str, Tensor], p
 def problem(fit: "Fit") -> dict[str, str]:
     """Return short texts on network, model and data that are equal in a resumed fit.
 
-    Of the data the first two items count, unless they are made anew at each reading. Code is not compared: functions
+    The first two items stand for the data, unless each reading makes them anew. Code is not compared: functions
     and classes of the user's are known by name.
     """
     posterior, model, data = fit.posterior, fit.posterior.model, fit.data

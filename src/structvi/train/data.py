@@ -155,7 +155,7 @@ class Batches:
     def everything(self, most: int | None = None, part: Part = (0, 1)) -> Iterator[Any]:
         """Give every observation once in a fixed order if the loader allows it, else one pass over the loader.
 
-        Of a stream that may not end, the first N rows are read.
+        The first N rows are read of a stream that may not end.
 
         Args:
             most: at most this many batches: of map-style data evenly spread over the whole, else the first ones.
