@@ -254,6 +254,18 @@ def test_a_fitted_posterior_is_not_placed_anew(dense, tmp_path):
         assert all(torch.equal(one.family.state_dict()[name], value) for name, value in state.items())
 
 
+@pytest.mark.parametrize("prior", [vi.priors.LaplacePrior(1.0), vi.priors.StudentTPrior(3.0, 0.01)])
+def test_a_prior_without_curvature_around_a_dead_weight(prior):
+    torch.manual_seed(0)
+    net = trained(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)))
+    with torch.no_grad():
+        net[0].bias[0] = -100.0  # a unit that is never on: its weights have no curvature
+    bayes = vi.variationalize(net, vi.likelihoods.Categorical(), vi.LowRankPrecision(4), prior)
+    bayes.laplace(loader(TRAIN), progress=False)
+    assert bool(bayes.family().variance.isfinite().all())
+    assert bool(bayes.predict(TEST[0][:5]).mean.isfinite().all())
+
+
 @pytest.mark.parametrize("where", ["selection.score", "laplace._elbo"])
 def test_an_interrupted_placement_leaves_everything_as_it_was(where, monkeypatch):
     torch.manual_seed(0)
