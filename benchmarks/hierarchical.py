@@ -58,7 +58,7 @@ def uniform(seed: int, *shape: int) -> Tensor:
 
 
 def zeros(*shape: int) -> Tensor:
-    return torch.zeros(*shape, dtype=F64)
+    return torch.zeros(shape, dtype=F64)
 
 
 def varying_slopes() -> Model:
