@@ -11,6 +11,7 @@ pytest.importorskip("sklearn")
 from benchmarks import (
     attack,
     heads,
+    hierarchical,
     improper,
     large_densities,
     many_fits,
@@ -85,3 +86,14 @@ def test_posteriordb_on_data_of_our_own(monkeypatch, capsys, tmp_path):
     (folder / "summary.json").write_text(json.dumps(reference))
     arguments = ("--data", str(tmp_path), "--only", "kidiq-kidscore_momiq")
     assert "full" in run(posteriordb, arguments, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", hierarchical.MODELS)
+def test_a_hierarchical_model_is_finite_with_its_gradient_where_fits_begin(name):
+    target = hierarchical.target_of(name)
+    theta = target.space.initial.double().repeat(2, 1).requires_grad_()
+    values = target.log_joint(theta)
+    (gradient,) = torch.autograd.grad(values.sum(), theta)
+    assert bool(values.isfinite().all())
+    assert bool(gradient.isfinite().all())
+    assert bool(gradient.abs().sum(0).gt(0).any())
