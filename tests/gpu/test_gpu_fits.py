@@ -161,5 +161,6 @@ def test_a_predictor_serves_on_the_device(name, device):
     bayes, x = make(name).to(device), data_of(name).tensors[0]
     expected = bayes.predict(x, draws=4, generator=torch.Generator().manual_seed(0))
     served = bayes.predictor(draws=4, generator=torch.Generator().manual_seed(0))
-    assert served.device.type == device.type
-    assert torch.equal(served(x).outputs, expected.outputs)
+    outputs = served(x).outputs
+    assert outputs.device.type == device.type
+    assert torch.equal(outputs, expected.outputs)
